@@ -473,13 +473,14 @@ static PyObject *engine_close(PyObject *object, PyObject *Py_UNUSED(args))
 
 /* The objects that an Engine and each of its parameters own. */
 static const size_t engine_objects[] = {
-    offsetof(struct lhpy_engine, store),       offsetof(struct lhpy_engine, saved_store),
-    offsetof(struct lhpy_engine, raiser),      offsetof(struct lhpy_engine, in_place_object),
-    offsetof(struct lhpy_engine, on_backward), offsetof(struct lhpy_engine, on_gradient),
-    offsetof(struct lhpy_engine, on_forward),  offsetof(struct lhpy_engine, in_backward),
-    offsetof(struct lhpy_engine, team_check),  offsetof(struct lhpy_engine, on_use),
-    offsetof(struct lhpy_engine, handle_type), offsetof(struct lhpy_engine, scope_type),
-    offsetof(struct lhpy_engine, zo_image),    offsetof(struct lhpy_engine, cast_class),
+    offsetof(struct lhpy_engine, store),           offsetof(struct lhpy_engine, saved_store),
+    offsetof(struct lhpy_engine, apart_store),     offsetof(struct lhpy_engine, raiser),
+    offsetof(struct lhpy_engine, in_place_object), offsetof(struct lhpy_engine, on_backward),
+    offsetof(struct lhpy_engine, on_gradient),     offsetof(struct lhpy_engine, on_forward),
+    offsetof(struct lhpy_engine, in_backward),     offsetof(struct lhpy_engine, team_check),
+    offsetof(struct lhpy_engine, on_use),          offsetof(struct lhpy_engine, handle_type),
+    offsetof(struct lhpy_engine, scope_type),      offsetof(struct lhpy_engine, zo_image),
+    offsetof(struct lhpy_engine, cast_class),
 };
 static const size_t param_objects[] = {
     offsetof(struct lhpy_param, tensor),       offsetof(struct lhpy_param, order),

@@ -138,6 +138,7 @@ struct make_opts {
     uint32_t threads;
     int32_t nice;
     bool sums;
+    PyObject *apart; /* the store for gradients of steps that may be repeated, or None */
     struct lhpy_device_opts device;
     struct lhpy_team_opts team;
 };
@@ -219,6 +220,13 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
         memcpy(files + file_count, lh_store_files(saved->store),
                lh_store_file_count(saved->store) * sizeof(*files));
         file_count += lh_store_file_count(saved->store);
+    }
+    struct lh_store *apart = opts->engine.apart.store;
+    if (apart) {
+        LH_ASSERT(file_count + lh_store_file_count(apart) <= LH_IO_FILE_COUNT_MAX);
+        memcpy(files + file_count, lh_store_files(apart),
+               lh_store_file_count(apart) * sizeof(*files));
+        file_count += lh_store_file_count(apart);
     }
     self->in_place.opts.file_first = file_count;
     LH_ASSERT(file_count + self->in_place.row_count <= LH_IO_FILE_COUNT_MAX);
@@ -312,8 +320,8 @@ static int memory_pin(struct lhpy_engine *self, const struct make_opts *opts, st
 }
 
 /* Create everything below Python that can block or fail. */
-static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
-                      struct lh_store *store, struct lh_error *err)
+static int parts_make(struct lhpy_engine *self, struct make_opts *opts, struct lh_store *store,
+                      struct lh_error *err)
 {
     struct lhpy_core *core = self->core;
     struct lh_saved_opts *saved = &self->saved;
@@ -330,6 +338,8 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
     saved->memory = core->arena->base + saved_offset(self, opts);
     self->in_place.opts.kept_memory = core->arena->base + kept_offset;
     saved->file_first = lh_store_file_count(store);
+    opts->engine.apart.file_first =
+        saved->file_first + (saved->store ? lh_store_file_count(saved->store) : 0);
     if (opts->sums)
         lhpy_sums_place(self, core->arena->base + moved_bytes(self));
     LH_TRY(lhpy_device_make(core, &opts->device, err));
@@ -402,6 +412,7 @@ static int opts_read(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
             LHPY_ARG_AS("schedule", engine->schedule, .max = LH_ENGINE_SCHEDULE_COUNT - 1),
             LHPY_ARG_AS("verify", engine->verify), LHPY_ARG_AS("trace_count", engine->trace_count),
             LHPY_ARG_AS("accept_nan", engine->accept_nan), LHPY_ARG_AS("norms", engine->norms),
+            LHPY_ARG_AS("repeats", engine->repeats), LHPY_ARG_AS("apart", opts->apart),
             LHPY_ARG_AS("sums", opts->sums), LHPY_ARG_STRUCT("device", opts->device, device_table),
             LHPY_ARG_STRUCT("saved", saved, lhpy_saved_table), LHPY_ARG(in_place),
             LHPY_ARG_STRUCT("team", opts->team, lhpy_team_table)) < 0 ||
@@ -415,6 +426,12 @@ static int opts_read(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
     self->scope_type = Py_NewRef(types.scope);
     self->store = Py_NewRef(opts->store);
     self->saved_store = Py_NewRef(saved.object);
+    self->apart_store = Py_NewRef(opts->apart);
+    if (opts->apart != Py_None) {
+        engine->apart.store = lhpy_store_get(opts->apart);
+        if (!engine->apart.store)
+            return -1;
+    }
     self->saved = saved.opts;
     if (saved.object != Py_None) {
         self->saved.store = lhpy_store_get(saved.object);

@@ -131,6 +131,7 @@ struct lhpy_engine {
     PyObject_HEAD struct lhpy_core *core;
     PyObject *store;           /* owned: the Store that the engine uses */
     PyObject *saved_store;     /* owned: the Store of saved tensors, or None */
+    PyObject *apart_store;     /* owned: the Store of gradients apart, or None */
     PyObject *in_place_object; /* owned: what in_place was read from */
     PyObject *cast_class;      /* owned, or NULL: a type for parameters, see is_cast */
     struct lh_saved_opts saved;

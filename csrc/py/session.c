@@ -174,6 +174,30 @@ static PyObject *session_gradient_scale(PyObject *object, PyObject *number)
     Py_RETURN_NONE;
 }
 
+static PyObject *session_repeat(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    if (!self)
+        return NULL;
+    lhpy_engine_unscoped_release(self);
+    lhpy_engine_backward_release(self);
+    if (lent_refuse(self) < 0)
+        return NULL;
+    if (lhpy_engine_request_plain(self, lh_repeat) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *session_repeat_wait(PyObject *object, PyObject *flag)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    bool waits = false;
+    if (!self || LHPY_VALUE(flag, waits) < 0)
+        return NULL;
+    lh_repeat_wait_set(self->core->engine, waits);
+    Py_RETURN_NONE;
+}
+
 static PyObject *session_commit_every(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -554,6 +578,10 @@ PyMethodDef lhpy_session_methods[] = {
     {"gradient_square_sums", session_gradient_square_sums, METH_NOARGS,
      "Its parts, one for each parameter, as bytes of doubles."},
     {"gradient_scale", session_gradient_scale, METH_O, "gradient_scale(scale)"},
+    {"repeat", session_repeat, METH_NOARGS,
+     "Undo the open step's updates, which run again after the close."},
+    {"repeat_wait", session_repeat_wait, METH_O,
+     "repeat_wait(waits): whether the updates of the next steps wait for the close."},
     {"commit_every", session_commit_every, METH_O,
      "commit_every(steps): whether that is possible: not if gradients wait on SSD"},
     {"backward_end", session_backward_end, METH_NOARGS,

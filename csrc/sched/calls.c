@@ -284,14 +284,15 @@ bool lh_engine_is_reopened(const struct lh_engine *engine)
 }
 
 /*
- * Whether all steps are over, and no flush or abort is pending whose caller was interrupted (such a
- * flush may be committing the scalars of a close).
+ * Whether all steps are over, and no flush, abort or repetition is pending whose caller was
+ * interrupted (such a flush may be committing the scalars of a close).
  */
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
     return steps_are_over(engine, argument) &&
            !lh_request_is_pending(&engine->requests[LH_REQUEST_FLUSH]) &&
-           !lh_request_is_pending(&engine->requests[LH_REQUEST_ABORT]);
+           !lh_request_is_pending(&engine->requests[LH_REQUEST_ABORT]) &&
+           !lh_request_is_pending(&engine->requests[LH_REQUEST_REPEAT]);
 }
 
 int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)

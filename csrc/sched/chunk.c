@@ -239,22 +239,32 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
  * [Note: Refused NaNs] Nothing of the step is committed after this, because the engine has failed.
  * Commits of earlier steps are not lost: no update is computed while one is under way.
  */
-static void nan_fail(struct lh_engine *engine, const struct lh_slab *slab)
+static void nan_say(const struct lh_engine *engine, const struct lh_slab *slab,
+                    struct lh_error *err)
 {
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     LH_ASSERT(slab->nan_segment < slab->adam.segment_count);
     uint64_t first = chunk->first + slab->segments[slab->nan_segment].first;
     uint32_t param = unit->desc->param_first;
-    struct lh_error err = {0};
     while (first >= engine->params[param].first + engine->params[param].count)
         param++;
     LH_ASSERT(param < unit->desc->param_first + unit->desc->param_count);
-    lh_error_set(&err, -EDOM,
+    lh_error_set(err, -EDOM,
                  "param %u has a gradient that is not finite (NaN or infinity) in step %" PRIu64
                  ", or was NaN before it: the update made it NaN and was discarded",
                  param, lh_core_step(engine));
-    lh_core_fail(engine, &err);
+}
+
+/* Whether the failure of an update that made a NaN waits; otherwise the engine has failed. */
+static bool nan_waits(struct lh_engine *engine, const struct lh_slab *slab)
+{
+    struct lh_error err = {0};
+    nan_say(engine, slab, &err);
+    bool waits = LH_FEATURE_ANY(engine, refusal_waits, &err);
+    if (!waits)
+        lh_core_fail(engine, &err);
+    return waits;
 }
 
 static void computed(struct lh_engine *engine, struct lh_job *job)
@@ -268,17 +278,18 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
         mismatch_fail(engine, slab);
         return;
     }
-    if (slab->nan_segment != LH_ADAM_SEGMENT_NONE) {
-        nan_fail(engine, slab);
+    if (slab->nan_segment != LH_ADAM_SEGMENT_NONE && !nan_waits(engine, slab))
         return;
-    }
-    LH_FEATURE_CALL(engine, chunk_consumed, chunk);
+    bool gradients_stay = LH_FEATURE_ANY(engine, gradients_stay, unit);
+    if (!gradients_stay)
+        LH_FEATURE_CALL(engine, chunk_consumed, chunk);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
     LH_ASSERT(unit->update.chunks_computed < unit->chunk_count);
     if (++unit->update.chunks_computed == unit->chunk_count) {
         /* The unit's bytes in memory are now those for the next step; release its gradients. */
         LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING && unit->update.is_counted);
-        lh_gradient_release_unit(engine, unit);
+        if (!gradients_stay)
+            lh_gradient_release_unit(engine, unit);
         LH_FEATURE_CALL(engine, unit_computed, unit);
         lh_unit_make_ready(engine, unit);
     }

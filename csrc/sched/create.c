@@ -6,6 +6,30 @@
 #include "base/thread.h"
 #include "sched/engine_private.h"
 
+/* A repetition needs the previous commit's values, and gradients that stay where they are. */
+static int repeats_validate(const struct lh_engine_opts *opts, struct lh_error *err)
+{
+    if (!opts->repeats)
+        return 0;
+    if (!opts->norms || opts->schedule != LH_ENGINE_SCHEDULE_OPTIMIZED || opts->commit_every != 1 ||
+        opts->team || opts->sum_bytes > 0)
+        return lh_error_set(err, -EINVAL,
+                            "steps can be repeated with norms, schedule OPTIMIZED, a commit in each"
+                            " step, and without a team or sums");
+    for (uint32_t i = 0; i < opts->unit_count; i++) {
+        const struct lh_engine_unit *unit = &opts->units[i];
+        const struct lh_rule_row *rule = &lh_rules[unit->rule];
+        if (unit->elements == 0)
+            continue;
+        if (unit->family > 0 || unit->is_given || rule->has_rows || rule->has_factors ||
+            rule->has_matrices)
+            return lh_error_set(err, -EINVAL,
+                                "unit %u: steps cannot be repeated with its rule or its idle steps",
+                                i);
+    }
+    return 0;
+}
+
 static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err)
 {
     const struct lh_budget *budget = opts->budget;
@@ -18,8 +42,9 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
         return lh_error_set(err, -EINVAL, "unknown schedule %d", (int)opts->schedule);
     bool is_all_deferred = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL ||
                            opts->schedule == LH_ENGINE_SCHEDULE_DEFERRED;
-    if (opts->norms && !is_all_deferred)
+    if (opts->norms && !is_all_deferred && !opts->repeats)
         return lh_error_set(err, -EINVAL, "gradient norms require every update to be deferred");
+    LH_TRY(repeats_validate(opts, err));
     if (opts->team && opts->team->mate == 0 && !is_all_deferred)
         return lh_error_set(err, -EINVAL, "a team requires every update to be deferred");
     if (opts->gather_wait_ns > 0 && (!opts->team || !opts->dev))
@@ -180,6 +205,17 @@ static int deferring_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
+static int team_create(struct lh_engine *engine, struct lh_error *err)
+{
+    if (lh_engine_is_mate(engine))
+        feature_add(engine, &lh_borrow_feature);
+    if (!engine->opts.team || engine->opts.team->mate > 0)
+        return 0;
+    LH_TRY(lh_mates_create(engine, err));
+    feature_add(engine, &lh_mates_feature);
+    return 0;
+}
+
 /* Features are added in the order that feature.h documents. */
 static int features_create(struct lh_engine *engine, struct lh_error *err)
 {
@@ -194,9 +230,9 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     }
     if (is_all_deferred || schedule == LH_ENGINE_SCHEDULE_AUTO)
         LH_TRY(deferring_create(engine, err));
-    if (is_all_deferred)
+    if (is_all_deferred || engine->opts.repeats)
         LH_TRY(lh_spill_create(engine, err));
-    bool has_sums = is_all_deferred || lh_norm_is_of_rule(engine);
+    bool has_sums = is_all_deferred || engine->opts.repeats || lh_norm_is_of_rule(engine);
     if (has_sums)
         LH_TRY(lh_norm_create(engine, err));
     if (engine->spill)
@@ -219,6 +255,10 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     }
     if (has_sums)
         feature_add(engine, &lh_norm_feature);
+    if (engine->opts.repeats) {
+        LH_TRY(lh_repeat_create(engine, err));
+        feature_add(engine, &lh_repeat_feature);
+    }
     if (lh_orthogonal_is_needed(engine)) {
         LH_TRY(lh_orthogonal_create(engine, err));
         feature_add(engine, &lh_orthogonal_feature);
@@ -231,12 +271,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         feature_add(engine, &lh_naive_feature);
         engine->pump_updates = lh_naive_pump_updates;
     }
-    if (engine->opts.team && engine->opts.team->mate == 0) {
-        LH_TRY(lh_mates_create(engine, err));
-        feature_add(engine, &lh_mates_feature);
-    } else if (lh_engine_is_mate(engine)) {
-        feature_add(engine, &lh_borrow_feature);
-    }
+    LH_TRY(team_create(engine, err));
     if (engine->copies_units) {
         LH_TRY(LH_ENGINE_PART_CREATE(engine, reading, err));
         feature_add(engine, &lh_reading_feature);
@@ -371,6 +406,7 @@ static void tables_destroy(struct lh_engine *engine)
         engine->borrow,    engine->landing,        engine->copies,
         engine->unified,   engine->defer,          engine->spill,
         engine->norm,      engine->split,          engine->orthogonal,
+        engine->repeat,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

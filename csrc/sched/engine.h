@@ -202,7 +202,17 @@ struct lh_engine_opts {
     uint64_t transfer_bytes; /* the maximum size of a request; a multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;   /* steps per commit; LH_ENGINE_COMMIT_NEVER: only a flush commits */
     enum lh_engine_schedule schedule;
-    bool norms;           /* lh_norm_wait() is called in each step; needs every update deferred */
+    bool norms; /* lh_norm_wait() is called in each step; needs every update deferred, or repeats */
+    /*
+     * Updates do not wait for the norm, and lh_repeat() may be called. Needs norms, the schedule
+     * OPTIMIZED and commit_every 1. The gradients of a step stay until its close: in memory, or
+     * where the budget has no room for them in `apart`.
+     */
+    bool repeats;
+    struct {
+        struct lh_store *store; /* has one extent; borrowed until destroy. NULL: there is none */
+        uint32_t file_first;    /* index of the store's first file among io's files */
+    } apart;
     bool verify;          /* verify the checksums of what is read */
     bool accept_nan;      /* an update may make a parameter NaN; otherwise the engine fails */
     uint32_t trace_count; /* number of trace events that are kept; 0: no trace */
@@ -391,9 +401,9 @@ int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_ma
 
 /*
  * Compute the sum of squares of all gradients of the open step, after its backward, in fp64. The
- * result is the same for every budget. The schedule has to defer every update. With opts.norms, or
- * after the first call, the computation overlaps backward. Waits. Returns 1 (*square_sum_out is
- * set), 0 after timeout_ms, or -errno.
+ * result is the same for every budget. The schedule has to defer every update, unless steps can be
+ * repeated (opts.repeats). With opts.norms, or after the first call, the computation overlaps
+ * backward. Waits. Returns 1 (*square_sum_out is set), 0 after timeout_ms, or -errno.
  */
 int lh_norm_wait(struct lh_engine *engine, double *square_sum_out, int timeout_ms) LH_MUST_CHECK;
 /*
@@ -441,6 +451,19 @@ void lh_engine_peer_lost(struct lh_engine *engine);
  * close. The default is 1.
  */
 void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale);
+
+/*
+ * With opts.repeats, after lh_norm_wait(): undo the updates that the open step has made, and make
+ * them again after its close, with the factor that is set until then. The step's gradients stay
+ * borrowed. Waits. Returns 1, 0 after timeout_ms (then call again), or -errno. -ENOTRECOVERABLE,
+ * which also fails the engine: an update has changed a unit that is pinned.
+ */
+int lh_repeat(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+/*
+ * With opts.repeats, before the first gradient of a step: whether its updates wait for the close,
+ * so that it need not be repeated. The setting stays until it is changed.
+ */
+void lh_repeat_wait_set(struct lh_engine *engine, bool waits);
 
 /*
  * From the open step on, commit every `every` steps (those whose number is a multiple of it), in

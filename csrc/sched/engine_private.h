@@ -56,6 +56,7 @@
 #include "sched/parts.h"
 #include "sched/reading.h"
 #include "sched/region.h"
+#include "sched/repeat.h"
 #include "sched/request.h"
 #include "sched/saved_private.h"
 #include "sched/scalars.h"
@@ -92,6 +93,7 @@ enum lh_message_kind {
     LH_MESSAGE_ABORT,
     LH_MESSAGE_FLUSH, /* commit */
     LH_MESSAGE_NORM,
+    LH_MESSAGE_REPEAT,
     LH_MESSAGE_DRAIN,       /* a thread waits for the end of the closed step */
     LH_MESSAGE_WAITED,      /* unit, start, end: for the trace and the statistics */
     LH_MESSAGE_SAVED_PUT,   /* item, as for the next two */
@@ -182,6 +184,7 @@ struct lh_engine {
     struct lh_defer *defer;
     struct lh_spill *spill;
     struct lh_norm *norm;
+    struct lh_repeat *repeat;         /* NULL unless opts.repeats */
     struct lh_orthogonal *orthogonal; /* NULL unless a rule has matrices */
     struct lh_split *split;
     struct lh_saved_area *saved;
@@ -198,6 +201,8 @@ struct lh_engine {
     /* a caller's writes during a pause are uncommitted: a rollback would lose them */
     bool has_edits;
     _Atomic bool is_reopened;  /* the closed step was over before: lh_step_reopen() */
+    bool is_undoing;           /* ABORTING: the step is to be repeated, not discarded */
+    bool is_repeated;          /* the step's updates were undone: they run again after the close */
     bool reopened_uncommitted; /* it has made updates since the last commit of its number */
     bool flush_is_asked;
     bool flush_commits;

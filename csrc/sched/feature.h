@@ -10,13 +10,14 @@
  *      settle    units are parts of tensors (families)              settle.c
  *      split     schedule AUTO                                      split.c
  *      defer     schedule SERIAL, DEFERRED or AUTO                  defer.c
- *      spill     SERIAL or DEFERRED, and a unit's gradients spill   spill.c
+ *      spill     SERIAL, DEFERRED or repeat, and gradients spill    spill.c
  *      device    an accelerator computes on copies of units         device.c
  *      unified   an accelerator computes on units in main memory    unified.c
  *      landing   ... and gradients are in the accelerator's memory  landing.c
  *      sum       ... and they are summed over several backwards     sum.c
  *      tail      ... and the model's buffers are there              tail.c
- *      norm      schedule SERIAL or DEFERRED, or the rule has sums  norm.c
+ *      norm      SERIAL, DEFERRED or repeat, or the rule has sums   norm.c
+ *      repeat    a step whose updates do not wait may be repeated   repeat.c
  *      orthogonal  an update rule has matrices                      orthogonal.c
  *      saved     there is memory for saved tensors                  saved.c
  *      naive     schedule NAIVE                                     naive.c
@@ -45,7 +46,7 @@ struct lh_exec_job;
 struct lh_unit;
 struct lh_update_pump;
 
-#define LH_FEATURE_COUNT_MAX 13
+#define LH_FEATURE_COUNT_MAX 14
 
 /* Any of the functions may be NULL. */
 struct lh_feature {
@@ -91,6 +92,13 @@ struct lh_feature {
     /* The job that computes the chunk is about to be submitted; a feature may replace it. */
     void (*chunk_job)(struct lh_engine *engine, const struct lh_chunk *chunk,
                       struct lh_exec_job *job);
+    /*
+     * Whether the unit's gradients stay once all of its chunks are computed; the feature then calls
+     * chunk_consumed() and releases them.
+     */
+    bool (*gradients_stay)(const struct lh_engine *engine, const struct lh_unit *unit);
+    /* Whether the failure of an update that is refused waits: the feature then decides on it. */
+    bool (*refusal_waits)(struct lh_engine *engine, const struct lh_error *err);
     /* The chunk's gradients are no longer needed. */
     void (*chunk_consumed)(struct lh_engine *engine, struct lh_chunk *chunk);
     /* All chunks of the unit are computed, and it is about to be READY. */
@@ -156,6 +164,8 @@ struct lh_feature {
     /* The step is over: correct its counters. */
     void (*stats_correct)(struct lh_engine *engine, struct lh_engine_step_stats *stats);
     void (*step_over)(struct lh_engine *engine, const struct lh_engine_step_stats *stats);
+    /* The step's updates were undone, and are made again after the close: its gradients stay. */
+    void (*step_undone)(struct lh_engine *engine);
     /* The step is over or was rolled back: forget everything about it. */
     void (*step_forgotten)(struct lh_engine *engine);
     /*

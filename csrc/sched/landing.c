@@ -31,13 +31,19 @@ uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct l
                                             : unit->desc->bytes;
 }
 
+/* Whether the unit's update waits for the close. */
+static bool is_waiting(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return unit->parts->defer.is_deferred || lh_repeat_waits(engine);
+}
+
 /*
  * Count the gradients of a unit that will wait in memory for the close as held until they have
  * landed, so that backward does not run ahead of the link.
  */
 static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (!unit->parts->defer.is_deferred || unit->parts->spill.is_chosen ||
+    if (!is_waiting(engine, unit) || unit->parts->spill.is_chosen ||
         unit->update.gradient_count < unit->desc->param_count)
         return;
     LH_ASSERT(unit->parts->landing.held_bytes == 0);
@@ -158,12 +164,19 @@ static bool is_posted(const struct lh_engine *engine, uint32_t param)
            engine->gradients[param].issued < engine->params[param].count;
 }
 
+/* Whether a unit returns its blocks once its gradients are on SSD; otherwise with its update. */
+static bool returns_blocks(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return is_waiting(engine, unit) || unit->update.gradient_count < unit->desc->param_count;
+}
+
 /* The next unit that may take blocks from the reserve; LH_UNIT_NONE: there is none now. */
 static uint32_t unit_next(const struct lh_engine *engine)
 {
     const struct lh_spill *spill = engine->spill;
     for (uint32_t i = spill ? spill->first : 0; spill && i < spill->count; i++) {
-        if (engine->units[spill->queue[i]].parts->landing.posted_count > 0)
+        const struct lh_unit *unit = &engine->units[spill->queue[i]];
+        if (unit->parts->landing.posted_count > 0 && returns_blocks(engine, unit))
             return spill->queue[i];
     }
     for (uint32_t i = engine->updates.first; i < engine->updates.count; i++) {
@@ -225,7 +238,7 @@ static uint32_t param_next(struct lh_engine *engine)
         uint32_t param = engine->landing->params[i % engine->param_count];
         const struct lh_unit *unit = &engine->units[engine->params[param].unit];
         /* Gradients that will wait on SSD get no place in memory before their spill begins. */
-        bool has_place = !unit->parts->defer.is_deferred || !unit->parts->spill.is_chosen;
+        bool has_place = !is_waiting(engine, unit) || !unit->parts->spill.is_chosen;
         if (is_posted(engine, param) && has_place)
             return param;
         if (!is_posted(engine, param) && i == engine->landing->first)

@@ -133,7 +133,7 @@ static void norm_done(struct lh_engine *engine, struct lh_job *job)
     struct lh_unit *unit = job->exec.context;
     LH_ASSERT(unit->parts->norm.state == LH_NORM_STATE_RUNNING);
     state_set(unit, LH_NORM_STATE_DONE);
-    if (unit->parts->spill.state == LH_SPILL_STATE_DONE)
+    if (engine->spill)
         lh_spill_release(engine, unit);
 }
 
@@ -348,7 +348,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 int lh_norm_wait(struct lh_engine *engine, double *square_sum_out, int timeout_ms)
 {
     LH_ASSERT(engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
-              engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
+              engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED || engine->opts.repeats);
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     if (lh_request_is_pending(&engine->requests[LH_REQUEST_NORM])) {

@@ -14,6 +14,7 @@
 #include "sched/mates.h"
 #include "sched/norm.h"
 #include "sched/orthogonal.h"
+#include "sched/repeat.h"
 #include "sched/spill.h"
 
 struct lh_unit_parts {
@@ -23,6 +24,7 @@ struct lh_unit_parts {
     struct lh_spill_unit spill;
     struct lh_norm_unit norm;
     struct lh_orthogonal_unit orthogonal;
+    struct lh_repeat_unit repeat;
     struct lh_mates_unit mates;
     struct lh_given_unit given;
 };

@@ -37,7 +37,9 @@ static bool is_device(const struct lh_engine *engine, const struct lh_region *re
 static void event_record(struct lh_engine *engine, struct lh_residency_event event)
 {
     struct lh_event_list *list = &engine->recording;
-    if (engine->units[event.unit].desc->is_announced)
+    /* The next cycle has the updates where this one had them the first time. */
+    bool is_again = engine->is_repeated && event.kind == LH_RESIDENCY_EVENT_UPDATE;
+    if (engine->units[event.unit].desc->is_announced || is_again)
         return;
     if (list->count == engine->event_max) {
         list->overflowed = true; /* a cycle that is too long to be recorded is not predicted */

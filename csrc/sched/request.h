@@ -1,8 +1,9 @@
 /*
  * [Note: Requests] Some calls send the engine a request and wait for its reply: the close of a
- * step, its abort, the norm of its gradients, a flush, a hold of commits, and the updates that idle
- * units owe. Requests of a kind are numbered from 1, and the engine replies to them in order, so
- * the whole protocol is two counters per kind: the requests sent, and the replies.
+ * step, its abort or repetition, the norm of its gradients, a flush, a hold of commits, and the
+ * updates that idle units owe. Requests of a kind are numbered from 1, and the engine replies to
+ * them in order, so the whole protocol is two counters per kind: the requests sent, and the
+ * replies.
  *
  * A call may time out before the reply. The next call of the same kind then waits for the same
  * request, so that every call can be polled. An abort or a flush refers to everything that was
@@ -24,6 +25,7 @@ enum lh_request_kind {
     LH_REQUEST_CLOSE = 0,
     LH_REQUEST_ABORT,
     LH_REQUEST_NORM,
+    LH_REQUEST_REPEAT,
     LH_REQUEST_FLUSH,
     LH_REQUEST_HOLD,
     LH_REQUEST_SETTLE,

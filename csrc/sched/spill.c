@@ -13,8 +13,15 @@
  * Nothing is rounded: gradients have the parameters' dtype. Their checksums are stored as those of
  * P's write slot until the update replaces them.
  *
+ * [Note: Gradients apart] If a step may be repeated (repeat.c), its updates write P before it is
+ * known whether the gradients are needed again. They then lie in a store of their own, which no
+ * commit knows. The update does not read them from there: it runs while they are written, and they
+ * are released from memory once both are done. At the close of a step that is not repeated, what
+ * is not written yet stays so. If the step's updates wait, its gradients wait as described above.
+ *
  * Source: Fuyou 4.3 (gradients leave the device as they appear); the reuse of P's slot is ours.
  */
+#include <inttypes.h>
 #include <string.h>
 
 #include "base/crc32c.h"
@@ -53,6 +60,19 @@ static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
             unit->update.gradient_count > 0);
 }
 
+static bool is_apart(const struct lh_engine *engine)
+{
+    LH_ASSERT(engine->spill);
+    return engine->spill->apart.store != NULL;
+}
+
+/* Whether the unit's update does not begin before the close. */
+static bool is_waiting(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return !is_apart(engine) || lh_repeat_waits(engine) ||
+           unit->update.gradient_count < unit->desc->param_count;
+}
+
 static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
 {
     if (!unit->parts->spill.is_chosen || unit->parts->spill.state != LH_SPILL_STATE_NONE ||
@@ -64,7 +84,8 @@ static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
     unit->parts->spill.written_count = 0;
     LH_ASSERT(engine->spill->queue && engine->spill->count < engine->opts.unit_count);
     engine->spill->queue[engine->spill->count++] = (uint32_t)(unit - engine->units);
-    lh_gradient_hold_unit(engine, unit);
+    if (is_waiting(engine, unit)) /* otherwise its update holds them */
+        lh_gradient_hold_unit(engine, unit);
 }
 
 void lh_spill_consider_all(struct lh_engine *engine)
@@ -101,56 +122,81 @@ static void gather_run(struct lh_exec_job *job)
 
 void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->parts->spill.state == LH_SPILL_STATE_DONE);
-    LH_ASSERT(unit->parts->norm.state == LH_NORM_STATE_DONE);
+    struct lh_spill_unit *spill = &unit->parts->spill;
+    bool is_computed = unit->update.chunks_computed == unit->chunk_count;
+    if (spill->state != LH_SPILL_STATE_DONE || unit->parts->norm.state != LH_NORM_STATE_DONE ||
+        spill->is_released)
+        return;
+    if (!is_computed && (spill->is_stopped || !is_waiting(engine, unit)))
+        return;
+    LH_ASSERT(spill->written_count == unit->chunk_count);
+    spill->is_released = true;
+    if (!unit->update.is_counted) /* the update that held them was undone */
+        unit->update.gradient_bytes = 0;
     lh_gradient_release_unit(engine, unit);
     for (uint32_t i = 0; i < unit->chunk_count; i++)
         LH_FEATURE_CALL(engine, chunk_consumed, &engine->chunks[unit->chunk_first + i]);
 }
 
-/*
- * A chunk's gradients are on SSD. Once all chunks are written and the unit's norm is known,
- * the unit's gradients in memory are released.
- */
+/* A chunk's gradients are on SSD, or need not be. */
+static void chunk_done(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(unit->parts->spill.written_count < unit->parts->spill.next_chunk);
+    if (++unit->parts->spill.written_count < unit->chunk_count)
+        return;
+    state_set(unit, LH_SPILL_STATE_DONE);
+    lh_spill_release(engine, unit);
+}
+
 static void chunk_written(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_slab *slab = &engine->slabs[transfer->slab];
     uint32_t index = engine->chunks[slab->chunk].unit;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
-    LH_ASSERT(unit->parts->spill.written_count < unit->parts->spill.next_chunk);
     lh_slab_return(engine, slab);
-    if (++unit->parts->spill.written_count < unit->chunk_count)
-        return;
-    state_set(unit, LH_SPILL_STATE_DONE);
-    if (unit->parts->norm.state == LH_NORM_STATE_DONE)
-        lh_spill_release(engine, unit);
+    chunk_done(engine, unit);
+}
+
+/* The transfer of a chunk's gradients to or from the place where they wait on SSD. */
+static struct lh_transfer transfer_of(struct lh_engine *engine, const struct lh_chunk *chunk)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    const uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
+    struct lh_transfer transfer = {
+        .source = &engine->transfers.store,
+        .unit = chunk->unit,
+        .step = lh_core_step(engine),
+        .extent = unit->desc->param_extent,
+        .slot = lh_store_write_slot(engine->store, unit->desc->store_group),
+        .offset = chunk->first * element_bytes,
+        .bytes = chunk->count * element_bytes,
+    };
+    LH_ASSERT(unit->parts->spill.is_chosen && chunk->count > 0);
+    if (!is_apart(engine))
+        return transfer;
+    transfer.source = &engine->spill->apart;
+    transfer.extent = 0;
+    transfer.slot = lh_store_write_slot(engine->spill->apart.store, 0);
+    transfer.offset += unit->parts->spill.first_byte;
+    return transfer;
 }
 
 static void gather_done(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_slab *slab = job->exec.context;
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-    const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
 
-    LH_ASSERT(slab->is_lent && unit->parts->spill.state == LH_SPILL_STATE_RUNNING);
+    LH_ASSERT(slab->is_lent);
+    LH_ASSERT(engine->units[chunk->unit].parts->spill.state == LH_SPILL_STATE_RUNNING);
     lh_slab_job_account(engine, job, LH_ENGINE_TRACE_GATHER);
-    slab->transfers[0] = (struct lh_transfer){
-        .source = &engine->transfers.store,
-        .done = chunk_written,
-        .kind = LH_IO_KIND_WRITE,
-        .priority = LH_PRIORITY_WRITE,
-        .link = LH_ENGINE_LINK_GRADIENT_WRITE,
-        .unit = chunk->unit,
-        .slab = (uint32_t)(slab - engine->slabs),
-        .step = lh_core_step(engine),
-        .extent = unit->desc->param_extent,
-        .slot = lh_store_write_slot(engine->store, unit->desc->store_group),
-        .offset = chunk->first * element_bytes,
-        .bytes = chunk->count * element_bytes,
-        .buffer = slab->memory,
-    };
+    slab->transfers[0] = transfer_of(engine, chunk);
+    slab->transfers[0].done = chunk_written;
+    slab->transfers[0].kind = LH_IO_KIND_WRITE;
+    slab->transfers[0].priority = LH_PRIORITY_WRITE;
+    slab->transfers[0].link = LH_ENGINE_LINK_GRADIENT_WRITE;
+    slab->transfers[0].slab = (uint32_t)(slab - engine->slabs);
+    slab->transfers[0].buffer = slab->memory;
     lh_transfer_submit(engine, &slab->transfers[0]);
 }
 
@@ -161,18 +207,19 @@ static void gather_start(struct lh_engine *engine, struct lh_unit *unit, uint32_
     LH_ASSERT(unit->parts->spill.state == LH_SPILL_STATE_RUNNING);
     struct lh_slab *slab = &engine->slabs[slab_index];
     struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + unit->parts->spill.next_chunk++];
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
-    uint32_t slot = lh_store_write_slot(engine->store, unit->desc->store_group);
+    const struct lh_transfer transfer = transfer_of(engine, chunk);
     uint32_t count = 0;
-    uint32_t *checksums = lh_store_checksums(engine->store, unit->desc->param_extent, slot, &count);
+    uint32_t *checksums =
+        lh_store_checksums(transfer.source->store, transfer.extent, transfer.slot, &count);
 
-    LH_ASSERT(slot != lh_store_read_slot(engine->store, unit->desc->store_group));
+    LH_ASSERT(is_apart(engine) ||
+              transfer.slot != lh_store_read_slot(engine->store, unit->desc->store_group));
+    LH_ASSERT(lh_div_ceil(transfer.offset + transfer.bytes, LH_CHECKSUM_BYTES) <= count);
     lh_slab_lend(engine, slab, chunk);
-    slab->checksums = checksums + chunk->first * element_bytes / LH_CHECKSUM_BYTES;
+    slab->checksums = checksums + transfer.offset / LH_CHECKSUM_BYTES;
+    unit->parts->spill.moved_bytes += transfer.bytes;
     slab->job = (struct lh_job){
-        .exec = {.run = gather_run,
-                 .context = slab,
-                 .work_bytes = 2 * chunk->count * element_bytes},
+        .exec = {.run = gather_run, .context = slab, .work_bytes = 2 * transfer.bytes},
         .done = gather_done,
     };
     lh_job_submit(engine, &slab->job);
@@ -206,42 +253,39 @@ static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
-    uint8_t *target = lh_slab_array(slab, unit, LH_STATE_ARRAY_COUNT, chunk->count);
+    struct lh_transfer transfer = transfer_of(engine, chunk);
 
     LH_ASSERT(!slab->is_lent && !slab->gradients);
-    slab->gradients = target;
-    /* the slab with the first read was taken */
-    if (chunk->spill.gradient_step == lh_core_step(engine))
-        lh_core_stats(engine, chunk->spill.gradient_step)
-            ->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += chunk->count * element_bytes;
+    slab->gradients = lh_slab_array(slab, unit, LH_STATE_ARRAY_COUNT, chunk->count);
+    /* the slab with the first read was taken, or no read was planned */
+    if (chunk->spill.gradient_step == lh_core_step(engine) || is_apart(engine))
+        lh_core_stats(engine, lh_core_step(engine))->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] +=
+            transfer.bytes;
     chunk->spill.gradient_step = lh_core_step(engine);
-    const struct lh_transfer transfer = {
-        .source = &engine->transfers.store,
-        .kind = LH_IO_KIND_READ,
-        .priority = LH_PRIORITY_STATE,
-        .link = LH_ENGINE_LINK_GRADIENT_READ,
-        .step = lh_core_step(engine),
-        .extent = unit->desc->param_extent,
-        .slot = lh_store_write_slot(engine->store, unit->desc->store_group),
-        .offset = chunk->first * element_bytes,
-        .bytes = chunk->count * element_bytes,
-        .buffer = target,
-    };
+    transfer.kind = LH_IO_KIND_READ;
+    transfer.priority = LH_PRIORITY_STATE;
+    transfer.link = LH_ENGINE_LINK_GRADIENT_READ;
+    transfer.buffer = lh_slab_array(slab, unit, LH_STATE_ARRAY_COUNT, chunk->count);
     lh_chunk_reads_more(engine, chunk, &transfer);
+}
+
+/* Whether the update reads the unit's gradients from SSD. */
+static bool is_read(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return is_apart(engine) ? unit->parts->spill.is_released
+                            : unit->parts->spill.state == LH_SPILL_STATE_DONE;
 }
 
 static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (engine->units[chunk->unit].parts->spill.state == LH_SPILL_STATE_DONE)
+    if (is_read(engine, &engine->units[chunk->unit]))
         gradients_read(engine, chunk);
 }
 
 /* A chunk that was read ahead lacks its gradients, which were not on SSD yet: read them. */
 static bool chunk_is_whole(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (engine->units[chunk->unit].parts->spill.state != LH_SPILL_STATE_DONE ||
-        engine->slabs[chunk->slab].gradients)
+    if (!is_read(engine, &engine->units[chunk->unit]) || engine->slabs[chunk->slab].gradients)
         return true;
     gradients_read(engine, chunk);
     return false;
@@ -259,10 +303,45 @@ static bool gradient_accepts(struct lh_engine *engine, struct lh_unit *unit)
     return false;
 }
 
+/* After the close, gradients are released with the last chunk's update: nothing else reads them. */
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
+    bool is_beside = is_apart(engine) && engine->step_state == LH_STEP_STATE_OPEN;
+    return is_beside || unit->parts->spill.state != LH_SPILL_STATE_RUNNING;
+}
+
+static bool gradients_stay(const struct lh_engine *engine, const struct lh_unit *unit)
+{
     (void)engine;
-    return unit->parts->spill.state != LH_SPILL_STATE_RUNNING;
+    return unit->parts->spill.state == LH_SPILL_STATE_RUNNING;
+}
+
+static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
+{
+    lh_spill_release(engine, unit);
+}
+
+/* Write no more of a unit's gradients: the step is closed, and they are in memory. */
+static void stop(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_spill_unit *spill = &unit->parts->spill;
+    LH_ASSERT(is_apart(engine) && engine->step_state == LH_STEP_STATE_CLOSED);
+    if (spill->state != LH_SPILL_STATE_RUNNING)
+        return;
+    spill->is_stopped = true;
+    while (spill->next_chunk < unit->chunk_count) {
+        spill->next_chunk++;
+        chunk_done(engine, unit);
+    }
+}
+
+static bool step_may_end(const struct lh_engine *engine)
+{
+    bool is_running = false;
+    for (uint32_t i = 0; i < engine->spill->count; i++)
+        is_running |=
+            engine->units[engine->spill->queue[i]].parts->spill.state == LH_SPILL_STATE_RUNNING;
+    return !is_running;
 }
 
 static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
@@ -272,16 +351,26 @@ static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t ste
     if (!unit->parts->spill.is_chosen)
         return;
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] += unit->desc->bytes;
-    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc->bytes;
+    if (!is_apart(engine))
+        stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc->bytes;
 }
 
-/* Correct the plan for a unit with only some of its gradients: these wait in memory. */
+/*
+ * Correct the plan for a unit with only some of its gradients, which wait in memory; or, apart, for
+ * a unit whose gradients need not all be written.
+ */
 static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
     /* An abort resets the plan, and with it the unit's planned_step, but not the one of spill. */
     bool is_planned = unit->update.planned_step == engine->step &&
                       unit->parts->spill.planned_step == engine->step;
+    if (is_apart(engine)) {
+        stop(engine, unit);
+        stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] +=
+            unit->parts->spill.moved_bytes - (is_planned ? unit->desc->bytes : 0);
+        return;
+    }
     if (!is_planned || unit->parts->spill.state != LH_SPILL_STATE_NONE)
         return;
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] -= unit->desc->bytes;
@@ -292,8 +381,12 @@ static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 static void step_forgotten(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (engine->units[i].parts->spill.state != LH_SPILL_STATE_NONE)
+        struct lh_spill_unit *spill = &engine->units[i].parts->spill;
+        if (spill->state != LH_SPILL_STATE_NONE)
             state_set(&engine->units[i], LH_SPILL_STATE_NONE);
+        spill->is_released = false;
+        spill->is_stopped = false;
+        spill->moved_bytes = 0;
     }
     for (uint32_t i = 0; i < engine->chunk_count; i++)
         engine->chunks[i].spill.gradient_step = 0;
@@ -313,11 +406,10 @@ static bool step_may_skip_commit(const struct lh_engine *engine)
     return false;
 }
 
-/* Before the close, slabs are used to spill gradients, not to read chunks ahead. */
+/* Before the close, slabs are used to spill gradients, not to read chunks of waiting updates. */
 static bool ahead_may_read(const struct lh_engine *engine)
 {
-    (void)engine;
-    return false;
+    return is_apart(engine) && !lh_repeat_waits(engine);
 }
 
 /* Whether gradients may be spilled: every step commits, and a slab has room for them. */
@@ -346,14 +438,39 @@ static bool choose(struct lh_engine *engine)
         struct lh_unit *unit = &engine->units[i];
 
         unit->parts->spill.is_chosen = false;
-        if (!unit->parts->defer.is_deferred || unit->desc->elements == 0 ||
-            !may_spill(engine, unit))
+        bool waits = unit->parts->defer.is_deferred || engine->opts.repeats;
+        if (!waits || unit->desc->elements == 0 || !may_spill(engine, unit))
             continue;
         unit->parts->spill.is_chosen = lh_landing_waiting_bytes(engine, unit) > room;
         is_any |= unit->parts->spill.is_chosen;
         room = unit->parts->spill.is_chosen ? 0 : room - lh_landing_waiting_bytes(engine, unit);
     }
     return is_any;
+}
+
+/* Give each unit's gradients a place in the store for gradients apart. */
+static int apart_create(struct lh_engine *engine, struct lh_error *err)
+{
+    struct lh_store *store = engine->opts.apart.store;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+        unit->parts->spill.first_byte = bytes;
+        if (unit->parts->spill.is_chosen)
+            bytes += lh_align_up(unit->desc->bytes, LH_CHECKSUM_BYTES);
+    }
+    LH_ASSERT(lh_is_aligned(bytes, LH_CHECKSUM_BYTES));
+    uint64_t most = store ? lh_store_extent(store, 0).bytes : 0;
+    if (bytes > most)
+        return lh_error_set(err, -ENOSPC,
+                            "gradients that a repetition may need take %" PRIu64
+                            " bytes on SSD, and there is room for %" PRIu64,
+                            bytes, most);
+    engine->spill->apart = (struct lh_source){.ops = &lh_transfer_store_ops,
+                                              .store = store,
+                                              .is_of_units = true,
+                                              .file_first = engine->opts.apart.file_first};
+    return 0;
 }
 
 int lh_spill_create(struct lh_engine *engine, struct lh_error *err)
@@ -365,7 +482,7 @@ int lh_spill_create(struct lh_engine *engine, struct lh_error *err)
     engine->spill->queue = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
     if (!engine->spill->queue)
         return lh_error_set(err, -ENOMEM, "no memory for gradients of %u units on SSD", count);
-    return 0;
+    return engine->opts.repeats ? apart_create(engine, err) : 0;
 }
 
 void lh_spill_destroy(struct lh_engine *engine)
@@ -379,10 +496,13 @@ const struct lh_feature lh_spill_feature = {
     .gradient_accepts = gradient_accepts,
     .update_considered = update_considered,
     .update_may_start = update_may_start,
+    .gradients_stay = gradients_stay,
+    .unit_computed = unit_computed,
     .chunk_read = chunk_read,
     .chunk_is_whole = chunk_is_whole,
     .planned = planned,
     .plan_corrected = plan_corrected,
+    .step_may_end = step_may_end,
     .step_may_skip_commit = step_may_skip_commit,
     .step_forgotten = step_forgotten,
     .ahead_may_read = ahead_may_read,

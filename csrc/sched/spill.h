@@ -11,6 +11,7 @@
 
 #include "sched/feature.h"
 #include "sched/states.h"
+#include "sched/transfer.h"
 
 struct lh_engine;
 struct lh_unit;
@@ -22,11 +23,16 @@ struct lh_spill_unit {
     enum lh_spill_state state;
     uint32_t next_chunk; /* index of the next chunk whose gradients are gathered into a slab */
     uint32_t written_count;
+    bool is_released;      /* the gradients are only on SSD */
+    bool is_stopped;       /* those that are in memory need not be on SSD */
+    uint64_t moved_bytes;  /* of this step's gradients, those that are written or will be */
+    uint64_t first_byte;   /* of the unit's place, if gradients lie apart */
     uint64_t planned_step; /* the last step whose plan counts writing and reading the gradients */
 };
 
 struct lh_spill {
-    uint32_t *queue; /* units whose gradients go to SSD in this step */
+    struct lh_source apart; /* [Note: Gradients apart] in spill.c; its store is NULL: none do */
+    uint32_t *queue;        /* units whose gradients go to SSD in this step */
     uint32_t first;
     uint32_t count;
 };
@@ -49,7 +55,8 @@ void lh_spill_destroy(struct lh_engine *engine);
  */
 void lh_spill_consider_all(struct lh_engine *engine);
 /*
- * Release a unit's gradients in memory. They are all on SSD, and their sums of squares are known.
+ * Release a unit's gradients in memory if they are all on SSD, their sums of squares are known, and
+ * no update will read them in memory.
  */
 void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit);
 

@@ -75,6 +75,12 @@ void lh_step_abort(struct lh_engine *engine)
     state_set(engine, LH_STEP_STATE_ABORTING);
 }
 
+void lh_step_repeat(struct lh_engine *engine)
+{
+    lh_step_abort(engine);
+    engine->is_undoing = true;
+}
+
 /*
  * [Note: Averages of all steps] An average takes a step's parameter in the pass that updates it, so
  * a parameter without an update would be left out. If it has never been updated, this makes no
@@ -117,29 +123,39 @@ static void param_steps_advance(struct lh_engine *engine)
     }
 }
 
-/* Forget everything about the updates and gradients of a step that is over or rolled back. */
-static void updates_forget(struct lh_engine *engine)
+/* Empty the queue of updates. */
+static void queue_forget(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->updates.done_count <= engine->updates.count);
     LH_ASSERT(engine->updates.chunks_busy == 0);
-    LH_FEATURE_CALL(engine, step_forgotten);
-    atomic_store(&engine->is_reopened, false);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        unit->update.gradient_count = 0;
-        unit->update.gradient_bytes = 0;
         unit->update.is_queued = false;
         unit->update.is_counted = false;
         unit->update.is_done = false;
         unit->update.chunks_computed = 0;
         unit->update.chunks_written = 0;
     }
-    for (uint32_t i = 0; i < engine->param_count; i++)
-        engine->gradients[i].pointer = NULL;
     engine->updates.first = 0;
     engine->updates.count = 0;
     engine->updates.done_count = 0;
-    engine->updates.gradient_unit_count = 0;
     lh_chunk_recount(engine);
+}
+
+/* Forget everything about the updates and gradients of a step that is over or rolled back. */
+static void updates_forget(struct lh_engine *engine)
+{
+    LH_FEATURE_CALL(engine, step_forgotten);
+    atomic_store(&engine->is_reopened, false);
+    engine->is_repeated = false;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        engine->units[i].update.gradient_count = 0;
+        engine->units[i].update.gradient_bytes = 0;
+    }
+    for (uint32_t i = 0; i < engine->param_count; i++)
+        engine->gradients[i].pointer = NULL;
+    engine->updates.gradient_unit_count = 0;
+    queue_forget(engine);
 }
 
 /* Predict that the next step updates the same units. */
@@ -391,11 +407,8 @@ void lh_step_forget_unit(struct lh_engine *engine, uint32_t index)
     }
 }
 
-/*
- * Discard every gradient, and the bytes of every unit that an update has touched. Nothing may be in
- * flight.
- */
-static void updates_rollback(struct lh_engine *engine)
+/* Discard the bytes of every unit that an update has touched. Nothing may be in flight. */
+static void updates_undo(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING);
     for (uint32_t i = 0; i < engine->updates.count; i++) {
@@ -424,14 +437,45 @@ static void updates_rollback(struct lh_engine *engine)
         engine->chunks[i].read_step = 0;
         engine->chunks[i].planned_steps[(engine->step + 1) % 2] = 0;
     }
+}
+
+/* Discard the open step: its updates, its gradients and its counters. */
+static void step_discard(struct lh_engine *engine)
+{
+    LH_ASSERT(!engine->is_undoing);
+    updates_undo(engine);
     for (uint32_t i = 0; i < engine->param_count; i++)
         lh_gradient_release(engine, i);
     atomic_store(&engine->update_gradient_bytes, 0);
     updates_forget(engine);
+    lh_region_forget(engine);
+    engine->gradient_scales[(engine->step + 1) % 2] = 1.0;
+    memset(lh_core_stats(engine, engine->step + 1), 0, sizeof(struct lh_engine_step_stats));
+}
+
+/* Undo the open step's updates, which run again after the close: what they moved stays counted. */
+static void step_undo(struct lh_engine *engine)
+{
+    static const enum lh_engine_link links[] = {
+        LH_ENGINE_LINK_STATE_READ, LH_ENGINE_LINK_STATE_WRITE, LH_ENGINE_LINK_PARAM_WRITE};
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step + 1);
+    LH_ASSERT(engine->is_undoing);
+    updates_undo(engine);
+    LH_FEATURE_CALL(engine, step_undone);
+    queue_forget(engine);
+    lh_region_discard(engine);
+    /* The close plans the second run, and all that gradients have moved. */
+    for (size_t i = 0; i < LH_COUNT_OF(links); i++)
+        stats->planned_bytes[links[i]] = stats->bytes[links[i]];
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] = 0;
+    stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] = 0;
+    engine->is_repeated = true;
 }
 
 static void abort_finish(struct lh_engine *engine)
 {
+    const char *what =
+        engine->is_undoing ? "has to be repeated with another factor" : "failed partway";
     LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING && transfers_are_idle(engine));
     bool has_updates = is_changed(engine);
     /* With one slot an update overwrites the committed bytes. */
@@ -444,10 +488,11 @@ static void abort_finish(struct lh_engine *engine)
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
         lh_error_set(&err, result,
-                     "step %" PRIu64 " failed partway and cannot be rolled back here: tensors are "
+                     "step %" PRIu64 " %s and cannot be rolled back here: tensors are "
                      "still views of unit %u, which it has updated; reopen the store with "
                      "resume=True to continue from step %" PRIu64,
-                     engine->step + 1, (unsigned)(lent - engine->units), engine->committed_step);
+                     engine->step + 1, what, (unsigned)(lent - engine->units),
+                     engine->committed_step);
         lh_core_fail(engine, &err);
     } else if (has_updates && engine->opts.commit_every == LH_ENGINE_COMMIT_NEVER) {
         struct lh_error err = {0};
@@ -464,10 +509,10 @@ static void abort_finish(struct lh_engine *engine)
         result = -ENOTRECOVERABLE;
         lh_error_set(
             &err, result,
-            "step %" PRIu64 " failed partway, and all changes since the last commit (step %" PRIu64
+            "step %" PRIu64 " %s, and all changes since the last commit (step %" PRIu64
             ") are in the same slot%s: reopen the store with resume=True to continue from step"
             " %" PRIu64 "%s",
-            engine->step + 1, engine->committed_step,
+            engine->step + 1, what, engine->committed_step,
             engine->commit_is_late ? ", because a snapshot in progress held back the commits" : "",
             engine->committed_step,
             engine->opts.commit_every > 1 ? ", and use commit_every=1 to be able to roll back one"
@@ -477,14 +522,15 @@ static void abort_finish(struct lh_engine *engine)
     } else {
         if (has_updates)
             lh_store_rollback(engine->store);
-        updates_rollback(engine);
-        lh_region_forget(engine);
-        struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step + 1);
-        memset(stats, 0, sizeof(*stats));
+        if (engine->is_undoing)
+            step_undo(engine);
+        else
+            step_discard(engine);
     }
     state_set(engine, LH_STEP_STATE_OPEN);
     atomic_store(&engine->abort_result, result);
-    lh_request_reply(engine, LH_REQUEST_ABORT);
+    lh_request_reply(engine, engine->is_undoing ? LH_REQUEST_REPEAT : LH_REQUEST_ABORT);
+    engine->is_undoing = false;
 }
 
 bool lh_step_is_quiet(const struct lh_engine *engine)

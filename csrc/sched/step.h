@@ -10,6 +10,7 @@
  *      OPEN -> COMMITTING       commit_begin      a flush commits what closed steps left
  *      COMMITTING -> OPEN       commit_done       that is durable
  *      OPEN -> ABORTING         lh_step_abort     message ABORT
+ *      OPEN -> ABORTING         lh_step_repeat    message REPEAT: only the updates are discarded
  *      ABORTING -> OPEN         abort_finish      nothing is in flight: the same step again
  */
 #ifndef LH_SCHED_STEP_H
@@ -24,6 +25,7 @@ struct lh_engine;
 void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode);
 void lh_step_close(struct lh_engine *engine);
 void lh_step_abort(struct lh_engine *engine);
+void lh_step_repeat(struct lh_engine *engine);
 /*
  * Close the last step again, for updates that a feature adds to it (engine->is_reopened). Nothing
  * of the open step may have begun but its forward.

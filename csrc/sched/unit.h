@@ -10,7 +10,7 @@
  *      UPDATING -> READY     lh_unit_make_ready    all chunks are computed, or none was
  *      READY -> ABSENT       lh_unit_pump          op EVICT: no pins, uses of the plan over
  *      READY -> ABSENT       lh_unit_forget        its extents changed, or it was rolled back
- *      UPDATING -> ABSENT    updates_rollback      some chunks were computed
+ *      UPDATING -> ABSENT    updates_undo          some chunks were computed
  */
 #ifndef LH_SCHED_UNIT_H
 #define LH_SCHED_UNIT_H

@@ -103,6 +103,12 @@ class Config:
         '`"optimized"`',
         "when updates run, see below",
     )
+    clip: Literal["wait", "repeat"] = setting(
+        "wait",
+        '`"wait"`',
+        '`"repeat"`: with `max_grad_norm`, updates run in backward as without it, and a step '
+        "whose norm is larger is undone and repeated ([below](#clipping))",
+    )
     accumulate: int | Literal["manual"] = setting(
         1,
         "1",

@@ -6,6 +6,7 @@
 #include "rig_device.h"
 #include "rig_in_place.h"
 #include "rig_inline.h"
+#include "rig_repeat.h"
 #include "rig_saved.h"
 #include "rig_reference.h"
 #include "rig_team.h"
@@ -151,7 +152,8 @@ static void budget_make(struct rig *rig)
 {
     struct lh_budget_unit units[RIG_UNIT_COUNT];
     bool is_auto = rig->opts.schedule == LH_ENGINE_SCHEDULE_AUTO;
-    bool is_waiting = is_auto || rig->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+    bool is_waiting = is_auto || rig->opts.repeats ||
+                      rig->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
                       rig->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_engine_unit *unit = &rig->units[i];
@@ -224,6 +226,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
     opts.tail_memory = rig->memory + rig->memory_bytes - rig->opts.tail_bytes;
     rig_device_opts(rig, &opts);
     rig_saved_opts(rig, &opts);
+    rig_repeat_opts(rig, &opts);
     rig_in_place_opts(rig, &opts);
     return opts;
 }
@@ -243,6 +246,8 @@ static void parts_make(struct rig *rig)
     };
     rig->saved = rig_saved_open(rig);
     rig_saved_files(rig, &io_opts);
+    rig->repeat = rig_repeat_open(rig);
+    rig_repeat_files(rig, &io_opts);
     rig_in_place_files(rig, &io_opts);
     if (rig->opts.manual)
         threads = rig_inline_io(rig, &io_opts);
@@ -309,6 +314,7 @@ void rig_shut(struct rig *rig)
     rig->io->ops->destroy(rig->io);
     lh_waker_deinit(&rig->waker);
     rig_saved_close(rig);
+    rig_repeat_close(rig);
     lh_store_close(rig->store);
     LH_CHECK(rig->alloc.live_count == 0);
     rig->engine = NULL;

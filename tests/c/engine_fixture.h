@@ -34,6 +34,7 @@ struct rig_opts {
     uint64_t spare_bytes;  /* with least_memory: the memory beyond the minimum */
     uint64_t beside_bytes; /* the caller's room after each unit, in the memory that computes */
     bool norms;
+    bool repeats;         /* with norms: steps may be repeated (rig_repeat.h) */
     uint64_t saved_bytes; /* main memory for saved tensors (rig_saved.h) */
     uint64_t saved_transit_bytes;
     uint64_t saved_ssd_bytes;
@@ -71,6 +72,7 @@ struct rig_holds {
 struct rig_device;
 struct rig_saved;
 struct rig_in_place;
+struct rig_repeat;
 
 struct rig {
     struct rig_opts opts;
@@ -94,6 +96,7 @@ struct rig {
     struct lh_engine *engine;
     struct rig_device *device;     /* NULL: no accelerator */
     struct rig_saved *saved;       /* NULL: no saved tensors */
+    struct rig_repeat *repeat;     /* NULL: steps are not repeated */
     struct rig_in_place *in_place; /* NULL: the unit is in the store */
     struct lh_team *team;          /* NULL: no other engine shares parameters */
     uint8_t *memory;
@@ -104,6 +107,7 @@ struct rig {
     uint64_t state_bytes;
     uint64_t param_steps[RIG_PARAM_COUNT];
     uint64_t step;
+    double factor; /* of the gradients of the step that is closed next; 0: 1 */
     struct lh_adam_hyper history[RIG_STEP_COUNT_MAX][RIG_GROUP_COUNT]; /* of closed steps */
     uint8_t *snapshots[RIG_STEP_COUNT_MAX];
 };

@@ -149,8 +149,8 @@ void rig_reference_update(struct rig *rig, uint32_t index)
         .gradient_dtype = rig_gradient_dtype(rig, index),
     };
     const struct lh_adam_hyper *hyper = &rig->hypers[param->group];
-    struct lh_adam_scalars scalars =
-        lh_rules[unit->rule].scalars(hyper, ++rig->param_steps[index], 1.0);
+    struct lh_adam_scalars scalars = lh_rules[unit->rule].scalars(
+        hyper, ++rig->param_steps[index], rig->factor > 0 ? rig->factor : 1.0);
     float *update = NULL;
     if (unit->rule == LH_RULE_MUON) {
         scalars.step_size = (float)(hyper->lr * param->lr_ratio);

@@ -10,21 +10,14 @@ struct rig_saved {
     uint8_t *memory;
 };
 
-struct rig_saved *rig_saved_open(struct rig *rig)
+struct lh_store *rig_saved_store(struct rig *rig, const char *name, uint64_t bytes)
 {
     char path[8192];
     const char *directory = path;
+    struct lh_store *store = NULL;
     struct lh_error err = {0};
-    if (rig->opts.saved_bytes == 0)
-        return NULL;
-    struct rig_saved *saved = calloc(1, sizeof(*saved));
-    LH_CHECK(saved);
-    saved->memory = aligned_alloc(LH_BLOCK_BYTES, rig->opts.saved_bytes);
-    LH_CHECK(saved->memory);
-    if (rig->opts.saved_ssd_bytes == 0)
-        return saved;
-    snprintf(path, sizeof(path), "%s/%s-saved", fixture_root(), rig->name);
-    const struct lh_store_extent_desc extent = {.bytes = rig->opts.saved_ssd_bytes};
+    snprintf(path, sizeof(path), "%s/%s-%s", fixture_root(), rig->name, name);
+    const struct lh_store_extent_desc extent = {.bytes = bytes};
     const struct lh_store_group_desc group = {.slot_count = 1};
     const struct lh_store_opts opts = {
         .directories = &directory,
@@ -40,10 +33,23 @@ struct rig_saved *rig_saved_open(struct rig *rig)
         .temporary = true,
         .allow_buffered = true,
     };
-    int rc = lh_store_create(&opts, &rig->alloc, &saved->store, &err);
+    int rc = lh_store_create(&opts, &rig->alloc, &store, &err);
     if (rc < 0)
         fprintf(stderr, "%s\n", err.message);
     LH_CHECK(rc == 0);
+    return store;
+}
+
+struct rig_saved *rig_saved_open(struct rig *rig)
+{
+    if (rig->opts.saved_bytes == 0)
+        return NULL;
+    struct rig_saved *saved = calloc(1, sizeof(*saved));
+    LH_CHECK(saved);
+    saved->memory = aligned_alloc(LH_BLOCK_BYTES, rig->opts.saved_bytes);
+    LH_CHECK(saved->memory);
+    if (rig->opts.saved_ssd_bytes > 0)
+        saved->store = rig_saved_store(rig, "saved", rig->opts.saved_ssd_bytes);
     return saved;
 }
 

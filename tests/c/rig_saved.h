@@ -7,6 +7,8 @@
 struct rig_saved;
 
 /* Open memory and store; returns NULL if rig->opts.saved_bytes is 0. */
+/* A temporary store with one extent, as saved tensors and gradients apart have it. */
+struct lh_store *rig_saved_store(struct rig *rig, const char *name, uint64_t bytes);
 struct rig_saved *rig_saved_open(struct rig *rig);
 /* Pass the files of both stores to the rig's I/O. */
 void rig_saved_files(struct rig *rig, struct lh_io_opts *opts);

@@ -5,6 +5,7 @@
 #include "engine_fixture.h"
 #include "lh_test.h"
 #include "rig_device.h"
+#include "rig_repeat.h"
 #include "rig_wait.h"
 #include "sched/engine_private.h"
 
@@ -25,7 +26,7 @@ static uint64_t device_bytes(const struct rig *rig, uint64_t *seed)
                        LH_BLOCK_BYTES);
 }
 
-static struct rig_opts opts_random(uint64_t *seed)
+static struct rig_opts opts_random(uint64_t *seed, bool repeats)
 {
     static const uint64_t commits[] = {1, 1, 2, 3, LH_ENGINE_COMMIT_NEVER};
     struct rig_opts opts = {
@@ -44,6 +45,12 @@ static struct rig_opts opts_random(uint64_t *seed)
     bool is_all_deferred =
         opts.schedule == LH_ENGINE_SCHEDULE_SERIAL || opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     opts.norms = is_all_deferred && chance(seed, 40);
+    if (repeats) {
+        opts.schedule = LH_ENGINE_SCHEDULE_OPTIMIZED;
+        opts.commit_every = 1;
+        opts.norms = true;
+        opts.repeats = true;
+    }
     if (chance(seed, 40)) {
         struct rig sized = {.opts = opts};
         for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) /* no unit of this model is larger */
@@ -78,8 +85,11 @@ static bool step_run(struct rig *rig, uint64_t *seed, bool has_forward)
 {
     unsigned gradients = gradients_random(seed);
     double square_sum = 0;
+    bool is_repeated = rig->opts.repeats && chance(seed, 40);
     if (!has_forward)
         LH_CHECK(rig_forward(rig, LH_ENGINE_MODE_TRAIN) == 0);
+    if (rig->opts.repeats)
+        lh_repeat_wait_set(rig->engine, chance(seed, 30));
     LH_CHECK(rig_backward(rig, gradients) == 0);
     if (rig->opts.norms && chance(seed, 50)) {
         LH_CHECK(lh_norm_wait(rig->engine, &square_sum, 0) == 0);
@@ -88,7 +98,10 @@ static bool step_run(struct rig *rig, uint64_t *seed, bool has_forward)
     }
     if (chance(seed, 50))
         rig_settle(rig);
-    LH_CHECK(rig_close(rig, gradients) == 0);
+    if (is_repeated)
+        LH_CHECK(rig_close_again(rig, gradients, 0.37) == 0);
+    else
+        LH_CHECK(rig_close(rig, gradients) == 0);
     if (chance(seed, 30))
         LH_CHECK(rig_forward(rig, LH_ENGINE_MODE_EVAL) == 0);
     else if (chance(seed, 30))
@@ -104,11 +117,11 @@ static bool step_run(struct rig *rig, uint64_t *seed, bool has_forward)
     return is_begun;
 }
 
-static void config_run(uint64_t first_seed)
+static void config_run(uint64_t first_seed, bool repeats)
 {
     struct rig rig;
     uint64_t seed = first_seed;
-    struct rig_opts opts = opts_random(&seed);
+    struct rig_opts opts = opts_random(&seed, repeats);
     rig_make(&rig, "plan", opts);
     bool has_forward = false;
     for (int i = 0; i < STEP_COUNT; i++) {
@@ -132,7 +145,9 @@ static void test_random(uint64_t round_count)
     for (uint64_t i = 0; i < round_count; i++) {
         lh_test_name("every link's bytes are the plan's, and the bits those of memory, seed %d",
                      (int)i);
-        config_run(i);
+        config_run(i, false);
+        lh_test_name("the same if steps may be repeated with another factor, seed %d", (int)i);
+        config_run(i, true);
     }
 }
 

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -17,6 +18,8 @@ from typing import Any
 
 import lohan
 import torch
+from lohan.session import _training
+from lohan.session._step import OpenStep
 from orphans import end_with
 from torch import nn
 
@@ -101,6 +104,35 @@ def train_until_killed(
             pipe.send(("committed", step))
     wrapped.lohan.commit()
     pipe.send(("done", step, digest(wrapped)))
+    wrapped.lohan.close()
+
+
+def train_until_repeated(
+    pipe: Connection, settings: dict[str, Any], resume: bool, moment: str
+) -> None:
+    """Train until a step is repeated, and end there as by a kill: "undone", "closed" or "never".
+
+    The reports are ("open", step, digest), and for "never" ("done", step, digest) after 6 steps.
+    """
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    class Repeated(OpenStep):
+        def _repeat_unless(self, is_right: bool) -> None:
+            before = self.clip_repeats
+            super()._repeat_unless(is_right)
+            if moment == "undone" and self.clip_repeats > before:
+                kill()
+
+    _training.OpenStep = Repeated
+    wrapped: Any = lohan.wrap(build(), resume=resume, lr=1e-2, **settings)
+    pipe.send(("open", wrapped.lohan.step, digest(wrapped)))
+    while wrapped.lohan.step < 6:
+        train_step(wrapped, wrapped.lohan.step)
+        if moment == "closed" and wrapped.lohan.stats().clip_repeats > 0:
+            kill()
+    pipe.send(("done", wrapped.lohan.step, digest(wrapped)))
     wrapped.lohan.close()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import bits_worker
 import pairwise
 import pytest
+from lohan.common._rules import RULES
 from lohan.config import SCHEDULES
 from pairwise import Pair, Row
 from world_helper import preload, run
@@ -164,6 +165,22 @@ def _quick_parts(row: Row) -> set[Any]:
     return set(row.items()) | main
 
 
+_OF_WHOLE = {name for name, rule in RULES.items() if rule.is_of_whole}
+# Steps whose updates run before their norm is known, and are repeated.
+REPEATED: dict[str, tuple[Any, ...]] = {
+    **FACTORS,
+    "world": (("alone", 1),),
+    "schedule": ("optimized",),
+    "order": ("horizontal",),
+    "rule": tuple(name for name in bits_worker.RULES if name not in _OF_WHOLE),
+    "accumulate": (1,),
+    "clip": (True,),
+    "clip_mode": ("repeat",),
+    "commit_every": (1,),
+    "piece_bytes": (20_000,),
+}
+REPEATED_ROWS = pairwise.covering(REPEATED, set(REFUSED), SEED)
+
 # A row that is in no table: a process that gathers a block held the room that another one needed.
 CROWDED: Row = {
     **EVERYTHING_IN_MEMORY,
@@ -181,6 +198,7 @@ CROWDED: Row = {
     "commit_every": 3,
 }
 QUICK = pairwise.some(ROWS, _quick_parts)
+REPEATED_QUICK = pairwise.some(REPEATED_ROWS, lambda row: {*row.items()})
 WIDE_QUICK = pairwise.some(WIDE_ROWS, lambda row: set(row.items()))
 
 
@@ -249,6 +267,7 @@ def _tiers() -> Iterator[Any]:
         quick, every = ([row for row in rows if row["world"] == world] for rows in (QUICK, ROWS))
         yield from _tier(f"{world[0]}-{world[1]}", quick, every)
     yield from _tier("streamed", WIDE_QUICK, WIDE_ROWS)
+    yield from _tier("repeated", REPEATED_QUICK, REPEATED_ROWS)
     yield from _tier("crowded", [], [CROWDED])
 
 

@@ -387,3 +387,80 @@ def test_other_functions_of_torch_clip_with_the_bits_of_max_grad_norm(
         clip(list(model.parameters()))
     model.optimizer.step()
     model.lohan.close()
+
+
+# --- Updates that do not wait for the norm --------------------------------------------------------
+
+
+def scaled(step: int) -> float:
+    """A factor of a step's loss: some steps have a norm above the limit, others do not."""
+    return 1e2 if step in (1, 2, 4) else 1e-2
+
+
+def train_scaled(folder: pathlib.Path, steps: int = 6, **settings: Any) -> tuple[Any, ...]:
+    """Return norms, parameters and statistics of training in which some steps are clipped."""
+    model = lohan.wrap(Scaled(), store=folder, lr=1e-2, max_grad_norm=1.0, **settings)
+    norms = []
+    for step in range(steps):
+        (model(torch.full((2, 16), 0.5)) * scaled(step)).backward()
+        model.optimizer.step()
+        norms.append(model.optimizer.grad_norm)
+    state = dict(model.state_dict())
+    inside(model).flush()
+    stats = model.lohan.stats()
+    model.lohan.close()
+    return norms, state, stats
+
+
+def test_repeated_steps_have_the_bits_of_those_that_wait_and_are_counted(
+    store_dir: pathlib.Path,
+) -> None:
+    norms, state, stats = train_scaled(store_dir / "w")
+    others, other, repeated = train_scaled(store_dir / "r", clip="repeat")
+    assert norms == others and [norm > 1 for norm in norms] == [scaled(s) > 1 for s in range(6)]
+    helper.assert_same_state(other, state)
+    # steps 1 and 4 are repeated; those after a clipped one wait: 2, 3 and 5
+    assert (repeated.clip_repeats, repeated.clip_waits) == (2, 3)
+    assert (stats.clip_repeats, stats.clip_waits) == (0, 0)
+
+
+@pytest.mark.parametrize("on_nan", ["raise", "skip"])
+def test_a_step_with_updates_that_is_not_finite_leaves_the_bits_of_a_run_without_it(
+    store_dir: pathlib.Path, on_nan: str
+) -> None:
+    states = []
+    for name, steps in (("with", range(4)), ("without", (0, 2, 3))):
+        settings: Any = {"max_grad_norm": 1.0, "clip": "repeat", "on_nan": on_nan, "lr": 1e-2}
+        model = lohan.wrap(Scaled(), store=store_dir / name, **settings)
+        for step in steps:
+            model(torch.full((2, 16), math.inf if step == 1 else 0.1)).backward()
+            if step == 1 and on_nan == "raise":
+                with pytest.raises(StepError, match=r"norm of all gradients is (nan|inf)"):
+                    model.optimizer.step()
+                model.optimizer.zero_grad()
+            else:
+                model.optimizer.step()
+        states.append(dict(model.state_dict()))
+        model.lohan.close()
+    helper.assert_same_state(*states)
+
+
+@pytest.mark.parametrize(
+    ("why", "settings"),
+    [
+        ("schedule='auto'", {"schedule": "auto"}),
+        ("gradient_accumulation_steps=", {"gradient_accumulation_steps": 2}),
+        ("loss_scaling=True", {"loss_scaling": True}),
+        ("commit_every=3", {"commit_every": 3}),
+        ("method='adam_mini'", {"method": "adam_mini"}),
+    ],
+)
+def test_where_steps_cannot_be_repeated_updates_wait_and_a_line_says_why(
+    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str], why: str, settings: dict[str, Any]
+) -> None:
+    model = lohan.wrap(
+        Scaled(), store=store_dir / "s", max_grad_norm=1.0, clip="repeat", **settings
+    )
+    assert f"clip='repeat' has no effect, because of {why}" in capfd.readouterr().err
+    assert inside(model).config.schedule in SCHEDULES_AT_STEP
+    model.lohan.close()

@@ -178,6 +178,31 @@ def test_killed_at_50_moments_it_ends_at_the_same_bits(
     kill_and_resume(store_dir, references[dtype], dtype, directory_count, commit_every, 50)
 
 
+def test_killed_in_a_repetition_it_ends_at_the_bits_of_clipping_that_waits(
+    store_dir: pathlib.Path,
+) -> None:
+    settings: dict[str, Any] = {"max_grad_norm": 0.5, "store": store_dir / "waits"}
+    process, pipe = crash_worker.start(crash_worker.train_until_repeated, settings, False, "never")
+    waits = Run(pipe)
+    assert waits.listen(HUNG_S) and not waits.listen(HUNG_S) and waits.done
+    process.join(HUNG_S)
+    settings |= {"clip": "repeat", "store": store_dir / "repeats"}
+    for round_, moment in enumerate(("undone", "closed", "undone", "never")):
+        process, pipe = crash_worker.start(
+            crash_worker.train_until_repeated, settings, round_ > 0, moment
+        )
+        run = Run(pipe)
+        assert run.listen(HUNG_S) and run.opened, "the store could not be opened: see the output"
+        assert not run.listen(HUNG_S)
+        process.join(HUNG_S)
+        assert process.exitcode == (0 if moment == "never" else -signal.SIGKILL)
+        if moment == "undone":  # nothing of the step was committed
+            undone = run.opened[0]
+        else:
+            assert run.opened[0] == undone, "a step was committed before it was closed"
+    assert run.done == waits.done
+
+
 def test_a_store_whose_creation_was_killed_is_refused_or_whole(
     store_dir: pathlib.Path, references: dict[torch.dtype, Reference]
 ) -> None:

@@ -44,6 +44,7 @@ FEATURES: list[dict[str, Any]] = [
     {"experts": "apart", "rng": "torch"},
     {"given": frozenset({"groups"}), "processes": 2},
     {"config": {"on_nan": "skip"}},
+    {"config": {"clip": "repeat"}},
 ]
 
 

@@ -179,6 +179,16 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
     return _allocate(config, directories, nbytes)
 
 
+def make_apart(config: Config, directories: Sequence[str], nbytes: int) -> _core.Store | None:
+    """Allocate SSD space for the gradients of a step that may be repeated, like make_room().
+
+    Raises:
+        StoreError: a disk is full; no file is left behind.
+    """
+    what = "this space is for the gradients of a step: clip='wait' needs none"
+    return _allocate(config, directories, nbytes, "apart", what)
+
+
 def _default_bytes(config: Config, directories: Sequence[str], store_bytes: int) -> int:
     """Return the SSD space to allocate if the user did not set it, in bytes."""
     nbytes = _free_bytes(directories, store_bytes) // (2 * config.room_sharers)
@@ -187,12 +197,18 @@ def _default_bytes(config: Config, directories: Sequence[str], store_bytes: int)
     return nbytes
 
 
-def _allocate(config: Config, directories: Sequence[str], nbytes: int) -> _core.Store | None:
+def _allocate(
+    config: Config,
+    directories: Sequence[str],
+    nbytes: int,
+    name: str = "swap",
+    what: str = "this space is for offloaded activations: io.activation_ssd_bytes sets its size",
+) -> _core.Store | None:
     """Allocate so much SSD space, in bytes; None if it is 0."""
     if nbytes == 0:
         return None
     nbytes = -(-nbytes // _ALIGN) * _ALIGN
-    folders = [os.path.join(directory, f".swap-{os.getpid()}") for directory in directories]
+    folders = [os.path.join(directory, f".{name}-{os.getpid()}") for directory in directories]
     try:
         return _core.store_create(
             type=_core.Store,
@@ -209,9 +225,7 @@ def _allocate(config: Config, directories: Sequence[str], nbytes: int) -> _core.
             allow_tmpfs=config.allow_tmpfs,
         )
     except StoreError as error:
-        error.add_note(
-            "this space is for offloaded activations: io.activation_ssd_bytes sets its size"
-        )
+        error.add_note(what)
         raise
     finally:
         for folder in folders:

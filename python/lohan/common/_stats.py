@@ -45,6 +45,9 @@ class StepStats:
         deferred_units: the number of units whose gradients waited for `optimizer.step()`; with
             schedule "auto", lohan chooses this number.
         bound_by: "compute", "ssd", "optimizer" or "copies": the busiest resource.
+        clip_repeats: with clip="repeat", how many steps of the session so far were repeated because
+            of max_grad_norm.
+        clip_waits: how many steps waited for their norm, because the step before was clipped.
     """
 
     step: int
@@ -64,6 +67,8 @@ class StepStats:
     copy_in_ns: int
     copy_out_ns: int
     threads: int
+    clip_repeats: int = 0
+    clip_waits: int = 0
 
     @classmethod
     def make(cls, raw: dict[str, Any], threads: int) -> StepStats:

@@ -355,6 +355,16 @@ ROWS = (
         "{other} updates before the norm of all gradients is known: with max_grad_norm, {way_out}",
         ModelError,
     ),
+    Row(
+        "clip='repeat'",
+        "max_grad_norm=None",
+        lambda f: f.config.clip == "repeat" and "max_grad_norm" not in f.given,
+        "meaning",
+        "",
+        "pass max_grad_norm=, or leave clip= out",
+        "{one} says how updates treat max_grad_norm=, which is not given: {way_out}",
+        ModelError,
+    ),
     # Experts of a mixture as blocks of their own.
     Row(
         "idle='skip'",

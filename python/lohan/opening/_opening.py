@@ -60,7 +60,7 @@ def wrapped(request: Request) -> nn.Module:
         check_model(model, request.is_filled)
         facts = _facts(request, world)
         _combination.check(facts)
-        config = _request.waiting(config, request.max_grad_norm)
+        config = _request.waiting(config, request, facts.processes or 1)
         zeroth = _zeroth(request, undo)
         apart, config = _split(model, config, facts, undo)
         if zeroth is not None:
@@ -262,6 +262,7 @@ class Opening:
         optimizer: an Optimizer, or a ZerothOptimizer.
         group_of: the parameter group of each parameter, by its index.
         room: SSD space for activations; later owned by the session.
+        apart: SSD space for gradients of steps that may be repeated; likewise.
         in_memory: the parameters that get their values back if wrapping fails.
         is_filled: whether the store has the model's values.
         directories: the directories of the store.
@@ -280,6 +281,7 @@ class Opening:
     optimizer: Any = None
     group_of: dict[int, int] = dataclasses.field(default_factory=dict)
     room: _core.Store | None = None
+    apart: _core.Store | None = None
     in_memory: list[Param] = dataclasses.field(default_factory=list)
     is_filled: bool = False
     directories: list[str] = dataclasses.field(default_factory=list)
@@ -426,6 +428,10 @@ class Opening:
         self.room = _swap.make_room(self.config, self.directories, store_bytes)
         if self.room is not None:
             parts.callback(self.room.close)
+        nbytes = _division.apart_bytes(self.layout, self.config, self.budget)
+        self.apart = _swap.make_apart(self.config, self.directories, nbytes)
+        if self.apart is not None:
+            parts.callback(self.apart.close)
 
     def _give_back(self, store: _core.Store) -> None:
         """Undo what was done with a store that no session owns; remove it if it has no values."""
@@ -517,6 +523,7 @@ class Opening:
             or self.config.on_nan == "skip",
             device=device,
             room=self.room,
+            apart=self.apart,
         )
         return session
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lohan.activations import _activations, _swap
-from lohan.common import _arguments, _setting
+from lohan.common import _arguments, _log, _setting
 from lohan.common._keywords import flat as translated
 from lohan.common._rules import RULES
 from lohan.config import SCHEDULES_AT_STEP, Config
@@ -30,6 +30,7 @@ from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
 STATES = ("fp32", "bf16", "8bit", "4bit")
+_PLAIN = Config()
 _HYPER = tuple({name: None for rule in RULES.values() for name in rule.defaults})
 _FIELDS = {field.name for field in dataclasses.fields(Config)}
 
@@ -203,15 +204,42 @@ def check(facts: Facts) -> None:
     _swap.check(config)
 
 
-def waiting(config: Config, max_grad_norm: float | None) -> Config:
+def waiting(config: Config, request: Request, processes: int = 1) -> Config:
     """Make updates wait for step() if they need gradient norms or sums.
 
-    Both are known only after the last backward.
+    Both are known only after the last backward. With clip="repeat", updates need not wait for the
+    norm if every step commits, so that one can be undone.
+
+    Args:
+        config: the settings.
+        request: the call that they are of.
+        processes: the number of processes of the run.
     """
-    is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
+    is_waiting = config.sums_gradients or config.loss_scaling or request.max_grad_norm is not None
+    if config.clip == "repeat":
+        why = _why_clipping_waits(config, request, processes)
+        if not why:
+            return dataclasses.replace(config, commit_every=1)
+        _log.note(f"clip='repeat' has no effect, because of {why}: updates wait for the norm")
+        config = dataclasses.replace(config, clip="wait")
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
         return config
     return dataclasses.replace(config, schedule="deferred")
+
+
+def _why_clipping_waits(config: Config, request: Request, processes: int) -> str:
+    """Return the setting with which steps cannot be repeated; "" if there is none."""
+    rule = RULES[request.rule]
+    reasons = {
+        "several processes": processes > 1,
+        f"schedule={config.schedule!r}": config.schedule != _PLAIN.schedule,
+        "gradient_accumulation_steps=": config.sums_gradients,
+        "loss_scaling=True": config.loss_scaling,
+        f"commit_every={config.commit_every!r}": config.commit_every not in ("auto", 1),
+        "experts='apart'": request.experts == "apart",
+        f"method={request.rule!r}": rule.is_of_whole,
+    }
+    return next((name for name, is_so in reasons.items() if is_so), "")
 
 
 def _check_names(request: Request) -> None:

@@ -35,6 +35,7 @@ BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
 _MATRIX_JOBS_MAX = 32
+_CHECKSUM_BYTES = 1 << 20
 # Every step commits if commits that are rarer would save fewer bytes a step.
 SAVED_BYTES_MIN = 64 << 20
 # The maximum number of times that blocks are split at their children; no model is nested deeper.
@@ -144,7 +145,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (
-        config.schedule in (*SCHEDULES_AT_STEP, "auto"),
+        config.schedule in (*SCHEDULES_AT_STEP, "auto") or config.clip == "repeat",
         config.commit_every not in ("auto", 1) or RULES[layout.rule].has_factors,
         config.sums_gradients,
         _device.block_bytes_per_element(layout, config),
@@ -164,6 +165,28 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     kept = layout.in_place.kept_bytes
     budget: dict[str, int] = _core.budget(units, host_bytes - kept, bookkeeping, *waiting, raiser)
     return {**budget, "host_bytes": budget["host_bytes"] + kept}
+
+
+def apart_bytes(layout: Layout, config: Config, budget: dict[str, int]) -> int:
+    """Return the SSD space for gradients of a step that may be repeated.
+
+    The first blocks' gradients stay in main memory while there is room for them, as in
+    csrc/sched/spill.c; 0: all do.
+    """
+    if config.clip != "repeat":
+        return 0
+    block = budget["chunk_elements"] * _device.block_bytes_per_element(layout, config)
+    room, apart = budget["gradient_waiting_bytes"], 0
+    room -= room % block if block else 0
+    for unit in layout.units:
+        if not unit.trainable:
+            continue
+        chunks = -(-unit.elements // budget["chunk_elements"])
+        nbytes = chunks * block or unit.nbytes
+        if nbytes > room:
+            apart += -(-unit.nbytes // _CHECKSUM_BYTES) * _CHECKSUM_BYTES
+        room = 0 if nbytes > room else room - nbytes
+    return apart
 
 
 def _keep_packed(layout: Layout, config: Config) -> None:

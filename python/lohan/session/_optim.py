@@ -240,7 +240,7 @@ class Optimizer(StoreOptimizer):
             scale: a factor that is applied to the gradients before clipping.
 
         Raises:
-            NonFiniteError: the norm is not finite; no update has begun.
+            NonFiniteError: the norm is not finite; the step is not made.
 
         Reference:
             torch.nn.utils.clip_grad_norm_, with the norm in fp64 and the product in fp32.
@@ -248,9 +248,10 @@ class Optimizer(StoreOptimizer):
         self.grad_norm = math.sqrt(square_sum) * scale
         if not math.isfinite(self.grad_norm):
             raise NonFiniteError(
-                f"the norm of all gradients is {self.grad_norm}: no update has begun, and step"
-                f" {self.session.step + 1} is not committed. Call model.optimizer.zero_grad() to"
-                " discard it and continue; on_nan='skip' does so by itself"
+                f"the norm of all gradients is {self.grad_norm}: parameters and states keep the"
+                f" values that they had, and step {self.session.step + 1} is not committed. Call"
+                " model.optimizer.zero_grad() to discard it and continue; on_nan='skip' does so by"
+                " itself"
             )
         assert self.max_grad_norm is not None
         return scale * min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))

@@ -45,7 +45,13 @@ class OpenStep:
         gradients: the stand-ins in p.grad.
         scale: the factor of the gradients.
         hypers: the hyper-parameters that updates use, by group; None: no gradient has come.
+        was_clipped: with clip="repeat", whether the last step was clipped: this one then waits.
+        clip_repeats: how many steps were repeated with it.
+        clip_waits: how many steps waited for their norm with it.
     """
+
+    clip_repeats = 0
+    clip_waits = 0
 
     def __init__(self, session: Training, engine: _core.Engine, accumulation: Accumulation) -> None:
         self._session = session
@@ -54,6 +60,9 @@ class OpenStep:
         self.accumulation = accumulation
         self.backward = "none"
         self.hypers: list[Hyper] | None = None
+        self._is_repeatable = session.config.clip == "repeat"
+        self.was_clipped = False
+        self._waits = False  # whether no update of the open step has run with the factor 1
         # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
         self._tail: torch.Tensor | None = None
         this, layout = weakref.ref(self), session.layout
@@ -116,6 +125,10 @@ class OpenStep:
     def gradient_came(self) -> None:
         """Handle the first gradient of a step: the updates use the current hyper-parameters."""
         _gradients.refuse_graphs()
+        if self._is_repeatable:
+            self._waits = self.was_clipped
+            self._engine.repeat_wait(self._waits)
+            self.clip_waits += self._waits
         self._hyper_set(self._session.optimizer.hypers())
 
     def _hyper_set(self, hypers: list[Hyper]) -> None:
@@ -162,18 +175,8 @@ class OpenStep:
                 f" {now}, but updates already used the former. Change them after step() or before"
                 " backward (learning-rate schedulers: after step())"
             )
-        if self.is_waiting:
-            self._give()
-            square_sum = 0.0
-            if self.needs_norm:
-                square_sum = self._peers.square_sum(self._peers.whole_square_sum)
-            if session.config.on_nan == "skip" and not math.isfinite(square_sum):
-                self.skip(square_sum)
-                return
-            scale = self.scale.factor() * unscale
-            if session.optimizer.max_grad_norm is not None:
-                scale = session.optimizer.clip_scale(square_sum, scale)
-            self._engine.gradient_scale(scale)
+        if (self.is_waiting or self._is_repeatable) and not self._scale(unscale):
+            return
         self.gradients.hide()
         more: dict[str, Any] = {}
         for extension in session.extensions:
@@ -192,6 +195,32 @@ class OpenStep:
         self._await_updates()
         for extension in session.extensions:
             extension.closed(session)
+
+    def _scale(self, unscale: float) -> bool:
+        """Set the factor of the gradients; False: the step was skipped instead."""
+        session = self._session
+        self._give()
+        square_sum = 0.0
+        if self.needs_norm:
+            square_sum = self._peers.square_sum(self._peers.whole_square_sum)
+        if session.config.on_nan == "skip" and not math.isfinite(square_sum):
+            self.skip(square_sum)
+            return False
+        scale = self.scale.factor() * unscale
+        if session.optimizer.max_grad_norm is not None:
+            scale = session.optimizer.clip_scale(square_sum, scale)
+        if self._is_repeatable:
+            self._repeat_unless(scale == 1.0)
+        self._engine.gradient_scale(scale)
+        return True
+
+    def _repeat_unless(self, is_right: bool) -> None:
+        """Undo updates that ran with the factor 1, unless that is right."""
+        if not is_right and not self._waits:
+            self._engine.repeat()
+            self._waits = True
+            self.clip_repeats += 1
+        self.was_clipped = not is_right
 
     def skip(self, square_sum: float) -> None:
         """Discard the open step, because a gradient is not finite."""
@@ -239,7 +268,8 @@ class OpenStep:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
         self._session.check_open()
         if not in_backward() and (
-            self.backward == "running" or (self.is_waiting and self._peers.has_gradients())
+            self.backward == "running"
+            or ((self.is_waiting or self._is_repeatable) and self._peers.has_gradients())
         ):
             self.abort()
         elif self._engine.status()["has_gradients"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class Training:
         norms: bool = False,
         device: Device | None = None,
         room: _core.Store | None = None,
+        apart: _core.Store | None = None,
         peers: Alone | None = None,
         runs: Runs | None = None,
         method: AdamW | None = None,
@@ -98,12 +100,14 @@ class Training:
         accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
         self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
+        self._apart = apart
         self.engine = _make_engine(
             self,
             group_of,
             group_count,
             self.peers.options(config),
             norms=norms,
+            apart=apart,
             sums=accumulation.is_on,
         )
         try:
@@ -303,7 +307,11 @@ class Training:
         """Return times and bytes of this session's last finished step; zeros before the first."""
         raw, workers = self.engine.stats(), self.workers
         stats = StepStats.none(workers) if raw is None else StepStats.make(raw, workers)
-        return self.peers.stats(stats)
+        step = self.open_step
+        counted = dataclasses.replace(
+            stats, clip_repeats=step.clip_repeats, clip_waits=step.clip_waits
+        )
+        return self.peers.stats(counted)
 
     def plan(self) -> Plan | None:
         """See Session.plan."""
@@ -372,6 +380,8 @@ class Training:
         self.layout.in_place.close()
         self.store.close()
         self.saving.close()
+        if self._apart is not None:
+            self._apart.close()
         for extension in self.extensions:
             extension.release()
 
@@ -383,6 +393,7 @@ def _make_engine(
     team: tuple[int, int, int, int],
     *,
     norms: bool,
+    apart: _core.Store | None,
     sums: bool,
 ) -> _core.Engine:
     """Create the engine of a session that has its layout, store, settings and device.
@@ -393,6 +404,7 @@ def _make_engine(
         group_count: the number of parameter groups.
         team: the engine's part in a team of processes that share parameters.
         norms: whether the norm of a step's gradients will be needed.
+        apart: SSD space for gradients of a step that may be repeated.
         sums: whether the engine sums the gradients of several backwards.
     """
     config, layout, device = session.config, session.layout, session.device
@@ -418,6 +430,8 @@ def _make_engine(
         trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
         accept_nan=config.on_nan == "accept",
         norms=norms,
+        repeats=config.clip == "repeat",
+        apart=apart,
         sums=sums,
         device=device.options(layout.buffer_bytes),
         saved=session.saving.options,
