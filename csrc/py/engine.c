@@ -534,6 +534,7 @@ static void engine_dealloc(PyObject *object)
     PyMem_Free(self->backward_units);
     PyMem_Free(self->unscoped_units);
     PyMem_Free(self->held_params);
+    PyMem_Free(self->sum_trees);
     if (self->core && !lhpy_core_is_forked(self->core)) {
         Py_BEGIN_ALLOW_THREADS
         lhpy_core_release(self->core);

@@ -372,8 +372,11 @@ static int states_make(struct lhpy_engine *self)
     self->unscoped_units = PyMem_Calloc(unit_count, sizeof(uint32_t));
     self->params = PyMem_Calloc(param_count, sizeof(*self->params));
     self->held_params = PyMem_Calloc(param_count, sizeof(uint32_t));
+    if (self->sum_leaf_count > 0)
+        self->sum_trees = PyMem_Calloc(param_count, sizeof(*self->sum_trees));
     if (!self->unit_states || !self->bound_units || !self->backward_units ||
-        !self->unscoped_units || !self->params || !self->held_params) {
+        !self->unscoped_units || !self->params || !self->held_params ||
+        (self->sum_leaf_count > 0 && !self->sum_trees)) {
         PyErr_NoMemory();
         return -1;
     }
@@ -398,24 +401,26 @@ static int opts_read(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
     PyObject *raiser = NULL;
     PyObject *in_place = NULL;
     struct lh_engine_opts *engine = &opts->engine;
-    if (LHPY_ARGS(
-            args, kwargs, LHPY_ARG_AS("store", opts->store),
-            LHPY_ARG_ROWS("units", self->units, self->unit_count, unit_table),
-            LHPY_ARG_ROWS("params", self->engine_params, self->param_count, param_table),
-            LHPY_ARG_AS("group_count", engine->group_count),
-            LHPY_ARG_STRUCT("budget", self->budget, budget_table), LHPY_ARG(raiser),
-            LHPY_ARG_STRUCT("types", types, types_table), LHPY_ARG_AS("io", opts->io_name),
-            LHPY_ARG_AS("directory", opts->directory), LHPY_ARG_AS("threads", opts->threads),
-            LHPY_ARG_AS("nice", opts->nice), LHPY_ARG_AS("io_depth", engine->io_depth),
-            LHPY_ARG_AS("transfer_bytes", engine->transfer_bytes),
-            LHPY_ARG_AS("commit_every", engine->commit_every),
-            LHPY_ARG_AS("schedule", engine->schedule, .max = LH_ENGINE_SCHEDULE_COUNT - 1),
-            LHPY_ARG_AS("verify", engine->verify), LHPY_ARG_AS("trace_count", engine->trace_count),
-            LHPY_ARG_AS("accept_nan", engine->accept_nan), LHPY_ARG_AS("norms", engine->norms),
-            LHPY_ARG_AS("repeats", engine->repeats), LHPY_ARG_AS("apart", opts->apart),
-            LHPY_ARG_AS("sums", opts->sums), LHPY_ARG_STRUCT("device", opts->device, device_table),
-            LHPY_ARG_STRUCT("saved", saved, lhpy_saved_table), LHPY_ARG(in_place),
-            LHPY_ARG_STRUCT("team", opts->team, lhpy_team_table)) < 0 ||
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG_AS("store", opts->store),
+                  LHPY_ARG_ROWS("units", self->units, self->unit_count, unit_table),
+                  LHPY_ARG_ROWS("params", self->engine_params, self->param_count, param_table),
+                  LHPY_ARG_AS("group_count", engine->group_count),
+                  LHPY_ARG_STRUCT("budget", self->budget, budget_table), LHPY_ARG(raiser),
+                  LHPY_ARG_STRUCT("types", types, types_table), LHPY_ARG_AS("io", opts->io_name),
+                  LHPY_ARG_AS("directory", opts->directory), LHPY_ARG_AS("threads", opts->threads),
+                  LHPY_ARG_AS("nice", opts->nice), LHPY_ARG_AS("io_depth", engine->io_depth),
+                  LHPY_ARG_AS("transfer_bytes", engine->transfer_bytes),
+                  LHPY_ARG_AS("commit_every", engine->commit_every),
+                  LHPY_ARG_AS("schedule", engine->schedule, .max = LH_ENGINE_SCHEDULE_COUNT - 1),
+                  LHPY_ARG_AS("verify", engine->verify),
+                  LHPY_ARG_AS("trace_count", engine->trace_count),
+                  LHPY_ARG_AS("accept_nan", engine->accept_nan),
+                  LHPY_ARG_AS("norms", engine->norms), LHPY_ARG_AS("repeats", engine->repeats),
+                  LHPY_ARG_AS("apart", opts->apart), LHPY_ARG_AS("sums", opts->sums),
+                  LHPY_ARG_AS("sum_leaves", self->sum_leaf_count, .max = LH_SUM_LEAF_END),
+                  LHPY_ARG_STRUCT("device", opts->device, device_table),
+                  LHPY_ARG_STRUCT("saved", saved, lhpy_saved_table), LHPY_ARG(in_place),
+                  LHPY_ARG_STRUCT("team", opts->team, lhpy_team_table)) < 0 ||
         lhpy_read(&lhpy_in_place_table, in_place, &self->in_place) < 0 ||
         lhpy_in_place_prepare(&self->in_place) < 0)
         return -1;

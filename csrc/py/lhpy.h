@@ -164,6 +164,11 @@ struct lhpy_engine {
     uint64_t backward_number;    /* how many backwards and steps have ended */
     bool backward_has_gradients; /* the last backward that began has passed gradients */
     bool has_sums;
+    struct lh_sum_tree
+        *sum_trees;               /* owned, one a parameter; NULL: sums are not in a tree's order */
+    uint64_t sum_leaf_count;      /* the most micro-batches of a step, with sum_trees */
+    uint64_t sum_leaf;            /* the number of the micro-batch of the next gradients */
+    uint64_t sum_stride;          /* from a partial sum to the next one, in elements */
     bool is_paused;               /* turn_thread may use the store until resume() */
     bool forward_is_open;         /* inside a forward whose saved tensors are packed */
     unsigned long forward_thread; /* the thread that opened the forward */
@@ -402,7 +407,8 @@ extern const struct lhpy_table lhpy_in_place_table; /* of struct lhpy_in_place *
 int lhpy_in_place_prepare(struct lhpy_in_place *in_place);
 
 /* sums.c */
-extern PyMethodDef lhpy_sums_methods[];
+extern PyMethodDef lhpy_sums_methods[];   /* of an Engine */
+extern PyMethodDef lhpy_sums_functions[]; /* of the module */
 /* The size of the memory for the sums of all gradients; where it is, aligned to 4 KiB. */
 uint64_t lhpy_sums_bytes(const struct lhpy_engine *self);
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);

@@ -14,9 +14,10 @@ static int type_add(PyObject *module, PyType_Spec *spec, const char *name)
 
 static int module_exec(PyObject *module)
 {
-    static PyMethodDef *const functions[] = {
-        lhpy_store_functions, lhpy_adam_functions,     lhpy_doctor_functions,  lhpy_plan_functions,
-        lhpy_zo_functions,    lhpy_in_place_functions, lhpy_sequence_functions};
+    static PyMethodDef *const functions[] = {lhpy_store_functions,    lhpy_adam_functions,
+                                             lhpy_doctor_functions,   lhpy_plan_functions,
+                                             lhpy_zo_functions,       lhpy_in_place_functions,
+                                             lhpy_sequence_functions, lhpy_sums_functions};
     static const struct {
         const char *name;
         long value;

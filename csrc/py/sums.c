@@ -1,6 +1,9 @@
 /*
  * Gradients that are summed over several backwards, and reach the engine as one.
  *
+ * They are added in the order in which they come, or in that of a tree ([Note: Trees of sums] in
+ * compute/sum_tree.h), whose partial sums have places in further blocks of memory like the first.
+ *
  * Each parameter has a place in one block of memory, in fp32 whatever the gradients' dtype is. Its
  * first gradient of a step is copied there, later ones are added in their hooks, so autograd's
  * tensors are freed at once. The engine does not see the gradients until the step is closed (or its
@@ -12,6 +15,7 @@
 #include <string.h>
 
 #include "compute/sum.h"
+#include "compute/sum_tree.h"
 #include "py/lhpy.h"
 
 enum sum_state {
@@ -37,7 +41,8 @@ static uint64_t place_bytes(const struct lh_engine_unit *unit)
     return unit->elements > 0 ? unit->elements * lh_dtype_bytes(place_dtype(unit)) : 0;
 }
 
-uint64_t lhpy_sums_bytes(const struct lhpy_engine *self)
+/* The size of a block with one place for each parameter. */
+static uint64_t block_bytes(const struct lhpy_engine *self)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < self->unit_count; i++)
@@ -45,8 +50,14 @@ uint64_t lhpy_sums_bytes(const struct lhpy_engine *self)
     return bytes;
 }
 
+uint64_t lhpy_sums_bytes(const struct lhpy_engine *self)
+{
+    return block_bytes(self) * lh_sum_tree_places(self->sum_leaf_count);
+}
+
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory)
 {
+    self->sum_stride = block_bytes(self) / sizeof(float);
     for (uint32_t i = 0; i < self->unit_count; i++) {
         const struct lh_engine_unit *unit = &self->units[i];
         for (uint32_t j = 0; unit->elements > 0 && j < unit->param_count; j++) {
@@ -91,17 +102,23 @@ PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *g
                       index);
 }
 
+/* How the next gradient of a parameter is added. */
+static struct lh_sum_join next_join(struct lhpy_engine *self, uint32_t index)
+{
+    if (!self->sum_trees)
+        return lh_sum_join_one(self->params[index].sum_state == SUM_STATE_NONE);
+    bool is_last = self->sum_leaf + 1 == self->sum_leaf_count;
+    return lh_sum_tree_add(&self->sum_trees[index], self->sum_leaf, is_last, self->sum_stride);
+}
+
 void lhpy_sums_add(struct lhpy_engine *self, uint32_t index, const struct lhpy_dl_tensor *view)
 {
     struct lhpy_param *param = &self->params[index];
     enum lh_dtype dtype = lhpy_dtype(view->dtype);
     uint64_t count = self->engine_params[index].count;
-    bool is_first = param->sum_state == SUM_STATE_NONE;
+    struct lh_sum_join join = next_join(self, index);
     Py_BEGIN_ALLOW_THREADS
-    if (is_first)
-        lh_sum_start(sum_of(param), view->data, dtype, count);
-    else
-        lh_sum_add(sum_of(param), view->data, dtype, count);
+    lh_sum_join(sum_of(param), &join, view->data, dtype, count);
     Py_END_ALLOW_THREADS
     param->sum_state = SUM_STATE_SUMMED;
 }
@@ -109,9 +126,9 @@ void lhpy_sums_add(struct lhpy_engine *self, uint32_t index, const struct lhpy_d
 int lhpy_sums_post(struct lhpy_engine *self, uint32_t index, const struct lhpy_dl_tensor *view)
 {
     struct lhpy_param *param = &self->params[index];
-    bool is_first = param->sum_state == SUM_STATE_NONE;
+    struct lh_sum_join join = next_join(self, index);
     int rc = lh_sum_post(self->core->engine, index, view->data, lhpy_dtype(view->dtype),
-                         sum_of(param), is_first);
+                         sum_of(param), &join);
     if (rc == 0)
         param->sum_state = SUM_STATE_SUMMED;
     return rc;
@@ -133,6 +150,7 @@ static bool part_is_there(const struct lhpy_engine *self, uint32_t index, bool g
 }
 
 static const struct lhpy_table address_table = LHPY_TABLE_OF("an address", const void *);
+static const struct lhpy_table leaf_table = LHPY_TABLE_OF("a micro-batch", uint64_t);
 
 /*
  * sums_add(param, first, count, addresses, dtype, is_first): add a part of gradients to a sum, one
@@ -164,6 +182,56 @@ static PyObject *sums_add(PyObject *object, PyObject *args)
     }
     lhpy_free(&address_table, gradients, gradient_count);
     return is_there ? Py_NewRef(Py_None) : NULL;
+}
+
+/* Whether numbers of micro-batches are in ascending order; otherwise with a Python error. */
+static bool leaves_ascend(const uint64_t *leaves, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (leaves[i] < LH_SUM_LEAF_END && (i == 0 || leaves[i] > leaves[i - 1]))
+            continue;
+        PyErr_SetString(PyExc_ValueError, "the numbers of micro-batches do not ascend");
+        return false;
+    }
+    return true;
+}
+
+/*
+ * sums_tree(param, first, count, addresses, leaves, dtype): set a part of a sum to that of nodes of
+ * a tree. leaves: for each node, the number of a micro-batch in it, in ascending order.
+ *
+ * Any thread may call this for other elements, or for the same ones one after the other.
+ */
+static PyObject *sums_tree(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t index = 0, dtype = 0, node_count = 0, leaf_count = 0;
+    uint64_t first = 0, count = 0, *leaves = NULL;
+    const void **nodes = NULL;
+    PyObject *answer = NULL;
+    if (!self ||
+        LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(first), LHPY_ARG(count),
+                  LHPY_ARG_ROWS("addresses", nodes, node_count, address_table),
+                  LHPY_ARG_ROWS("leaves", leaves, leaf_count, leaf_table),
+                  LHPY_ARG(dtype, .max = LH_DTYPE_F16)) < 0)
+        return NULL;
+    if (lhpy_index_check("param", index, self->param_count) < 0 ||
+        !part_is_there(self, index, false, first, count) || !leaves_ascend(leaves, leaf_count))
+        goto out;
+    if (node_count != leaf_count || node_count == 0) {
+        PyErr_Format(PyExc_ValueError, "%u nodes have %u numbers", node_count, leaf_count);
+        goto out;
+    }
+    self->params[index].sum_state = SUM_STATE_SUMMED;
+    float *sum = sum_of(&self->params[index]) + first;
+    Py_BEGIN_ALLOW_THREADS
+    lh_sum_of_tree(sum, nodes, leaves, node_count, (enum lh_dtype)dtype, count);
+    Py_END_ALLOW_THREADS
+    answer = Py_NewRef(Py_None);
+out:
+    lhpy_free(&address_table, nodes, node_count);
+    lhpy_free(&leaf_table, leaves, leaf_count);
+    return answer;
 }
 
 /*
@@ -227,6 +295,32 @@ static PyObject *given_never(PyObject *object, PyObject *Py_UNUSED(args))
     Py_RETURN_NONE;
 }
 
+/* Add up the partial sums that are left, if a step has fewer micro-batches than it may have. */
+static void tree_close(struct lhpy_engine *self, uint32_t index)
+{
+    struct lh_sum_join join = lh_sum_tree_close(&self->sum_trees[index], self->sum_stride);
+    if (join.before == join.merged)
+        return;
+    Py_BEGIN_ALLOW_THREADS
+    lh_sum_join(sum_of(&self->params[index]), &join, NULL, LH_DTYPE_F32,
+                self->engine_params[index].count);
+    Py_END_ALLOW_THREADS
+}
+
+/* sums_leaf(number): the next gradients are those of this micro-batch of the step. */
+static PyObject *sums_leaf(PyObject *object, PyObject *number)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint64_t leaf = 0;
+    if (!self || LHPY_VALUE(number, leaf) < 0)
+        return NULL;
+    if (leaf >= self->sum_leaf_count)
+        return PyErr_Format(PyExc_ValueError, "micro-batch %llu of %llu", (unsigned long long)leaf,
+                            (unsigned long long)self->sum_leaf_count);
+    self->sum_leaf = leaf;
+    Py_RETURN_NONE;
+}
+
 /* Hand to the engine every sum of the open step that it does not have yet. */
 static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
 {
@@ -242,6 +336,8 @@ static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
         struct lhpy_param *param = &self->params[i];
         if (param->sum_state != SUM_STATE_SUMMED)
             continue;
+        if (self->sum_trees)
+            tree_close(self, i);
         enum lh_dtype dtype = place_dtype(&self->units[self->engine_params[i].unit]);
         if (lh_engine_gradient(self->core->engine, i, param->place, dtype) < 0)
             return lhpy_raise_engine(self);
@@ -255,12 +351,82 @@ void lhpy_sums_forget(struct lhpy_engine *self)
 {
     for (uint32_t i = 0; i < self->param_count; i++)
         self->params[i].sum_state = SUM_STATE_NONE;
+    for (uint32_t i = 0; self->sum_trees && i < self->param_count; i++)
+        self->sum_trees[i].depth = 0;
+    self->sum_leaf = 0;
 }
+
+/* Read places in use, as a list of numbers that partial_add() has returned. */
+static bool tree_read(struct lh_sum_tree *tree, const uint64_t *leaves, uint32_t count,
+                      uint64_t next, bool is_end)
+{
+    uint64_t last = count > 0 && count <= LH_SUM_DEPTH_MAX ? leaves[count - 1] : 0;
+    bool is_after = is_end ? last < next || count == 0 : last <= next;
+    if (count > LH_SUM_DEPTH_MAX || !leaves_ascend(leaves, count) || !is_after ||
+        next >= LH_SUM_LEAF_END + is_end) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "%u partial sums before micro-batch %llu", count,
+                         (unsigned long long)next);
+        return false;
+    }
+    *tree = (struct lh_sum_tree){.depth = count, .last = last};
+    for (uint32_t i = 0; i < count; i++)
+        tree->leaves[i] = leaves[i];
+    return true;
+}
+
+/*
+ * partial_add(sums, stride, first, leaves, next, gradient, dtype, count) -> leaves: add a gradient
+ * to the partial sums of a tree, which begin at the address sums; or, with the address 0 as the
+ * gradient, add up those that are complete because no number below `next` follows.
+ *
+ * first: the first micro-batch of this process. leaves: the places in use, each by a number in its
+ * node; empty at the begin of a step. The last one is the number of the last gradient.
+ */
+static PyObject *partial_add(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    float *sums = NULL;
+    const void *gradient = NULL;
+    uint64_t stride = 0, first = 0, next = 0, count = 0, *leaves = NULL;
+    uint32_t leaf_count = 0, dtype = 0;
+    struct lh_sum_tree tree;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(sums), LHPY_ARG(stride), LHPY_ARG(first),
+                  LHPY_ARG_ROWS("leaves", leaves, leaf_count, leaf_table), LHPY_ARG(next),
+                  LHPY_ARG(gradient), LHPY_ARG(dtype, .max = LH_DTYPE_F16), LHPY_ARG(count)) < 0)
+        return NULL;
+    bool is_right = tree_read(&tree, leaves, leaf_count, next, !gradient);
+    lhpy_free(&leaf_table, leaves, leaf_count);
+    if (!is_right)
+        return NULL;
+    tree.first = first;
+    struct lh_sum_join join = gradient ? lh_sum_tree_add(&tree, next, false, stride)
+                                       : lh_sum_tree_end(&tree, next, stride);
+    Py_BEGIN_ALLOW_THREADS
+    lh_sum_join(sums, &join, gradient, (enum lh_dtype)dtype, count);
+    Py_END_ALLOW_THREADS
+    PyObject *list = PyList_New(tree.depth);
+    for (uint32_t i = 0; list && i < tree.depth; i++) {
+        PyObject *leaf = PyLong_FromUnsignedLongLong(tree.leaves[i]);
+        if (!leaf || PyList_SetItem(list, i, leaf) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+PyMethodDef lhpy_sums_functions[] = {
+    {"partial_add", partial_add, METH_VARARGS,
+     "partial_add(sums, stride, first, leaves, next, gradient, dtype, count) -> leaves"},
+    {NULL, NULL, 0, NULL},
+};
 
 PyMethodDef lhpy_sums_methods[] = {
     {"sums_add", sums_add, METH_VARARGS,
      "sums_add(param, first, count, addresses, dtype, is_first): add a part of gradients to a "
      "sum."},
+    {"sums_leaf", sums_leaf, METH_O, "sums_leaf(number): that of the next gradients' micro-batch."},
+    {"sums_tree", sums_tree, METH_VARARGS,
+     "sums_tree(param, first, count, addresses, leaves, dtype): set a part of a sum to that of "
+     "nodes of a tree."},
     {"sums_give", sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
     {"given_expect", given_expect, METH_O, "given_expect(param): its new values will be given."},
     {"given_put", given_put, METH_VARARGS, "given_put(param, first, count, address)"},

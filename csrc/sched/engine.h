@@ -32,6 +32,7 @@
 #include "base/error.h"
 #include "base/waker.h"
 #include "compute/adam.h"
+#include "compute/sum_tree.h"
 #include "dev/dev.h"
 #include "exec/exec.h"
 #include "io/io.h"
@@ -368,15 +369,14 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
                        enum lh_dtype dtype) LH_MUST_CHECK;
 /*
  * Add a gradient in the accelerator's memory (F32, BF16 or F16) to a sum in main memory, of the
- * parameter's number of elements. The gradient is read until lh_engine_gradient_is_consumed(), and
- * so must have been the parameter's previous one; the sum is written until lh_sum_wait().
- *
- * is_first: set the sum to the gradient instead.
+ * parameter's number of elements, or to the partial sums of a tree, as the join says. The gradient
+ * is read until lh_engine_gradient_is_consumed(), and so must have been the parameter's previous
+ * one; the sums are written until lh_sum_wait().
  *
  * @return 0, or the engine's error. Does not wait.
  */
 int lh_sum_post(struct lh_engine *engine, uint32_t param, const void *gradient, enum lh_dtype dtype,
-                float *sum, bool is_first) LH_MUST_CHECK;
+                float *sum, const struct lh_sum_join *join) LH_MUST_CHECK;
 /* Wait until all gradients are in their sums. Returns 1, 0 after timeout_ms, or -errno. */
 int lh_sum_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 /* Wait until a parameter's gradient is consumed. Returns 1, 0 after timeout_ms, or -errno. */

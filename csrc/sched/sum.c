@@ -17,7 +17,6 @@
 #include <errno.h>
 #include <inttypes.h>
 
-#include "compute/sum.h"
 #include "sched/engine_private.h"
 
 /* Small enough that copies, sums and the next copies overlap, large enough for the link's rate. */
@@ -33,11 +32,11 @@ struct lh_sum_piece {
     uint64_t count;
     float *sum;
     enum lh_dtype dtype;
-    bool is_first;
+    struct lh_sum_join join;
 };
 
 int lh_sum_post(struct lh_engine *engine, uint32_t param, const void *gradient, enum lh_dtype dtype,
-                float *sum, bool is_first)
+                float *sum, const struct lh_sum_join *join)
 {
     LH_ASSERT(param < engine->param_count && engine->sums && engine->dev);
     LH_ASSERT(dtype <= LH_DTYPE_F16 && !atomic_load(&engine->gradients[param].is_held));
@@ -47,7 +46,7 @@ int lh_sum_post(struct lh_engine *engine, uint32_t param, const void *gradient, 
     item->gradient = gradient;
     item->sum = sum;
     item->dtype = dtype;
-    item->is_first = is_first;
+    item->join = *join;
     atomic_store(&engine->gradients[param].is_held, true);
     lh_stream_record(engine, engine->gradients[param].is_computed);
     atomic_fetch_add(&engine->sums->posted, 1);
@@ -107,10 +106,7 @@ static void piece_add(struct lh_exec_job *exec)
 {
     const struct lh_sum_piece *piece = exec->context;
     LH_ASSERT(piece->sum && piece->count > 0);
-    if (piece->is_first)
-        lh_sum_start(piece->sum, piece->block, piece->dtype, piece->count);
-    else
-        lh_sum_add(piece->sum, piece->block, piece->dtype, piece->count);
+    lh_sum_join(piece->sum, &piece->join, piece->block, piece->dtype, piece->count);
 }
 
 static void piece_added(struct lh_engine *engine, struct lh_job *job)
@@ -163,7 +159,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
         lh_min_u64(engine->params[param].count - item->issued, sums->piece_bytes / element_bytes);
     piece->sum = item->sum + piece->first;
     piece->dtype = item->dtype;
-    piece->is_first = item->is_first;
+    piece->join = item->join;
     piece->job.exec.work_bytes = piece->count * (element_bytes + 2 * sizeof(float));
     LH_ASSERT(item->gradient && piece->count > 0);
     struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_GRADIENT);

@@ -6,6 +6,7 @@
 #define LH_SCHED_SUM_H
 
 #include "base/error.h"
+#include "compute/sum_tree.h"
 #include "sched/feature.h"
 
 struct lh_engine;
@@ -17,7 +18,7 @@ struct lh_sum_param {
     const uint8_t *gradient;
     float *sum;
     enum lh_dtype dtype;
-    bool is_first;
+    struct lh_sum_join join;
     /* The engine's. */
     uint64_t issued; /* the number of elements whose copies have begun */
     uint32_t copies; /* the number of copies in flight */

@@ -353,11 +353,11 @@ static int gradient_pass(struct lh_sim_train *train, uint32_t param, const void 
     if (!makes_sums(train))
         return lh_engine_gradient(engine, param, bytes,
                                   lh_sim_model_gradient_dtype(train->opts.model, param));
-    bool is_first = !train->is_summed[param];
+    struct lh_sum_join join = lh_sum_join_one(!train->is_summed[param]);
     train->is_summed[param] = true;
     return lh_sum_post(engine, param, bytes,
                        train->opts.model->units[train->opts.model->params[param].unit].dtype,
-                       (float *)(uintptr_t)train->opts.nowhere, is_first);
+                       (float *)(uintptr_t)train->opts.nowhere, &join);
 }
 
 static enum lh_sim_look gradient(struct lh_sim_train *train)

@@ -80,6 +80,7 @@ class Engine:
         repeats: bool,
         apart: Store | None,
         sums: bool,
+        sum_leaves: int,
         device: tuple[Any, ...],
         saved: tuple[int, int, Store | None, int],
         # files: (fd, path, bytes, is direct, time of modification in ns); units: (unit, runs,
@@ -197,6 +198,17 @@ class Engine:
         addresses: list[int],
         dtype: int,
         is_first: bool,
+        /,
+    ) -> None: ...
+    def sums_leaf(self, number: int, /) -> None: ...
+    def sums_tree(
+        self,
+        param: int,
+        first: int,
+        count: int,
+        addresses: list[int],
+        leaves: list[int],
+        dtype: int,
         /,
     ) -> None: ...
     def sums_give(self) -> None: ...
@@ -394,6 +406,17 @@ def unpack(
     /,
 ) -> None: ...
 def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int: ...
+def partial_add(
+    sums: int,
+    stride: int,
+    first: int,
+    leaves: list[int],
+    next_: int,
+    gradient: int,
+    dtype: int,
+    count: int,
+    /,
+) -> list[int]: ...
 def crc32c_copy(to: int, from_: int, nbytes: int, value: int, /) -> int: ...
 def plan(model: dict[str, Any], machine: dict[str, Any], policy: str, /) -> dict[str, Any]: ...
 def plan_step(

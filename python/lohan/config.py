@@ -32,8 +32,8 @@ class Config:
     """Settings of a session that are independent of the optimizer's algorithm.
 
     None of them changes the numbers that training computes, except `on_nan` if gradients are not
-    finite. Sizes in bytes may also be strings: "16GB" (units of 1000^3 bytes), "16GiB" (1024^3),
-    "500MB".
+    finite, and `sum_order`, by the rounding of sums. Sizes in bytes may also be strings: "16GB"
+    (units of 1000^3 bytes), "16GiB" (1024^3), "500MB".
 
     The names are lohan's own. Users write the `public` names of the declarations, as keywords of
     `lohan.wrap` or in the groups of lohan.common._keywords, whose docstrings describe each setting.
@@ -261,6 +261,14 @@ class Config:
         public="parallel.shard_optimizer",
         flag=("all", "parameters"),
     )
+    sum_order: Literal["sequential", "tree"] | None = setting(
+        None,
+        'as in the store; in a new one `"sequential"`',
+        'the order in which the gradients of a step are added: `"sequential"`, one micro-batch '
+        'after the other, or `"tree"`, where [each process adds up its own '
+        "first](several-processes.md#adding-up-gradients-before-they-are-sent) and sends less",
+        public="parallel.sum_order",
+    )
     write_every: int | Literal["auto", "never"] = setting(
         "auto",
         '`"auto"`',
@@ -395,6 +403,11 @@ class Config:
     def sums_gradients(self) -> bool:
         """Whether a step's gradients are summed in main memory before an update uses them."""
         return self.accumulate != 1
+
+    @property
+    def tree_leaf_count(self) -> int:
+        """The most micro-batches of a process in a step, if a tree adds their gradients; else 0."""
+        return self.accumulate if self.sum_order == "tree" and self.accumulate != "manual" else 0
 
     @property
     def has_policy(self) -> bool:

@@ -5,7 +5,7 @@
 #include <errno.h>
 #include <string.h>
 
-#include "compute/sum.h"
+#include "compute/sum_tree.h"
 #include "lh_test.h"
 #include "rig_device.h"
 #include "rig_wait.h"
@@ -18,8 +18,11 @@
 
 struct sums {
     struct rig rig;
-    float *found[RIG_PARAM_COUNT];
+    bool is_tree; /* otherwise gradients are added in the order in which they are given */
+    uint64_t leaf;
+    float *found[RIG_PARAM_COUNT]; /* the sum, and with a tree further places */
     float *expected[RIG_PARAM_COUNT];
+    struct lh_sum_tree trees[RIG_PARAM_COUNT];
     bool has_any[RIG_PARAM_COUNT];
 };
 
@@ -41,12 +44,13 @@ static struct rig_opts opts_of(const char *kind, bool is_manual, bool is_large)
 
 static void sums_open(struct sums *sums, struct rig_opts opts)
 {
+    uint64_t places = lh_sum_tree_places(BACKWARD_COUNT);
     *sums = (struct sums){0};
     rig_make(&sums->rig, "sums", opts);
     LH_CHECK(rig_forward(&sums->rig, LH_ENGINE_MODE_TRAIN) == 0);
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
-        sums->found[i] = calloc(sums->rig.params[i].count, sizeof(float));
-        sums->expected[i] = calloc(sums->rig.params[i].count, sizeof(float));
+        sums->found[i] = calloc(sums->rig.params[i].count, places * sizeof(float));
+        sums->expected[i] = calloc(sums->rig.params[i].count, places * sizeof(float));
         LH_CHECK(sums->found[i] && sums->expected[i]);
     }
 }
@@ -95,12 +99,13 @@ static void give(struct sums *sums, uint32_t param, uint64_t *seed)
         else /* finite in both half formats */
             ((uint16_t *)rig->gradients[param])[i] = (uint16_t)lh_test_random(seed) & 0xbbbb;
     }
-    if (sums->has_any[param])
-        lh_sum_add(sums->expected[param], rig->gradients[param], dtype, count);
-    else
-        lh_sum_start(sums->expected[param], rig->gradients[param], dtype, count);
+    struct lh_sum_join join = lh_sum_join_one(!sums->has_any[param]);
+    if (sums->is_tree)
+        join = lh_sum_tree_add(&sums->trees[param], sums->leaf, sums->leaf + 1 == BACKWARD_COUNT,
+                               count);
+    lh_sum_join(sums->expected[param], &join, rig->gradients[param], dtype, count);
     LH_CHECK(lh_sum_post(rig->engine, param, rig_device_gradient(rig, param), dtype,
-                         sums->found[param], !sums->has_any[param]) == 0);
+                         sums->found[param], &join) == 0);
     sums->has_any[param] = true;
 }
 
@@ -108,7 +113,8 @@ static void check(const struct sums *sums)
 {
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
         LH_CHECK(memcmp(sums->found[i], sums->expected[i],
-                        sums->rig.params[i].count * sizeof(float)) == 0);
+                        sums->rig.params[i].count * lh_sum_tree_places(BACKWARD_COUNT) *
+                            sizeof(float)) == 0);
 }
 
 static bool is_trained(uint32_t param)
@@ -127,17 +133,19 @@ static void watch(struct rig *rig)
     }
 }
 
-static void test_bits(const char *kind, bool is_manual, bool is_large)
+static void test_bits(const char *kind, bool is_manual, bool is_large, bool is_tree)
 {
     struct sums sums;
     uint32_t copies_max = 0;
     uint64_t seed = 3;
-    lh_test_name("%s%s%s: sums have the bits of lh_sum_add in the order of the backwards", kind,
-                 is_manual ? ", manual" : "", is_large ? ", several pieces" : "");
+    lh_test_name("%s%s%s: sums have the bits of lh_sum_join in the order of %s", kind,
+                 is_manual ? ", manual" : "", is_large ? ", several pieces" : "",
+                 is_tree ? "a tree" : "the backwards");
     sums_open(&sums, opts_of(kind, is_manual, is_large));
+    sums.is_tree = is_tree;
     sums.rig.watch = is_manual ? watch : NULL;
     sums.rig.watch_context = &copies_max;
-    for (int round = 0; round < BACKWARD_COUNT; round++) {
+    for (; sums.leaf < BACKWARD_COUNT; sums.leaf++) {
         for (uint32_t i = RIG_PARAM_COUNT; i-- > 0;) {
             if (!is_trained(i) || lh_test_random(&seed) % 4 == 0)
                 continue;
@@ -286,7 +294,8 @@ static void test_failed(void)
     lh_core_fail(rig->engine, &err);
     LH_CHECK(lh_sum_wait(rig->engine, 0) == -EIO);
     LH_CHECK(lh_sum_release_wait(rig->engine, 0, 0) == -EIO);
-    LH_CHECK(lh_sum_post(rig->engine, 1, rig->gradients[1], LH_DTYPE_F32, sums.found[1], true) ==
+    struct lh_sum_join join = lh_sum_join_one(true);
+    LH_CHECK(lh_sum_post(rig->engine, 1, rig->gradients[1], LH_DTYPE_F32, sums.found[1], &join) ==
              -EIO);
     sums_close(&sums);
 }
@@ -295,12 +304,14 @@ int main(void)
 {
     static const char *const kinds[] = {"emu", "fake", "staged"};
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
-        test_bits(kinds[i], false, false);
-        test_bits(kinds[i], false, true);
+        test_bits(kinds[i], false, false, false);
+        test_bits(kinds[i], false, true, false);
+        test_bits(kinds[i], false, false, true);
         test_abort(kinds[i]);
     }
-    test_bits("emu", true, false);
-    test_bits("emu", true, true);
+    test_bits("emu", true, false, false);
+    test_bits("emu", true, true, false);
+    test_bits("emu", true, true, true);
     test_order();
     test_waits();
     test_heard();

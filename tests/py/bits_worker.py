@@ -133,7 +133,7 @@ def loss_of(model: Any, row: dict[str, Any], batches: int, number: int) -> torch
         # An expert has tokens of one process in a step if sums of several have several orders.
         # Two processes have one order, except where a backward rounds the sum to 16 bits.
         is_single = batches > 2 or row["dtype"] != "fp32"
-        args = (world_moe.allowed_of(step, number, 2, is_single=is_single),)
+        args = (world_moe.allowed_of(step, number // row["span"], 2, is_single=is_single),)
         turn = step + number // 4  # all processes call the same layers
 
     def apart(block: Any) -> torch.Tensor:
@@ -175,6 +175,7 @@ def settings_of(row: dict[str, Any], part: world_moe.Part | None = None) -> dict
         settings["clip"] = row["clip_mode"]
     for name in ("schedule", "order", "states", "commit_every", "io", "threads", "verify"):
         settings[name] = row[name]
+    settings["sum_order"] = row["sum_order"]
     if has_groups(row):
         groups = world_moe.groups_of(part) if part else {world_moe.PATTERN: _world_group()}
         settings["groups"] = groups
@@ -247,6 +248,8 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
     moved = dict.fromkeys(("saved", "gathered"), 0)
     for step in range(STEPS):
         numbers = range(rank, batches, count)
+        if row["sum_order"] == "tree":  # each process has a range of numbers
+            numbers = range(rank * row["accumulate"], (rank + 1) * row["accumulate"])
         calls = [functools.partial(loss_of, model, row, batches, number) for number in numbers]
         for number, loss in zip(numbers, _backwards(row, session, calls), strict=True):
             found[f"loss {step} {number}"] = loss

@@ -109,6 +109,7 @@ def test_a_close_that_was_interrupted_before_its_commit_can_only_be_repeated(
     [
         ("off", 1, "step"),
         ("on", 0, "step"),
+        ("tree", 1, "step"),
         pytest.param("on", 1, "step", marks=pytest.mark.slow),
         pytest.param("off", 1, "commit", marks=pytest.mark.slow),
         pytest.param("on", 0, "commit", marks=pytest.mark.slow),
@@ -119,7 +120,8 @@ def test_a_process_that_makes_fewer_backwards_is_named(
     tmp_path: pathlib.Path, share: str, who: int, calls: str
 ) -> None:
     args = str(tmp_path / "run"), who, calls
-    said = run(tmp_path, 2, world_adamw.backwards_differ, *args, env={world_adamw.SHARE: share})
+    env = world_adamw.TREE if share == "tree" else {world_adamw.SHARE: share}
+    said = run(tmp_path, 2, world_adamw.backwards_differ, *args, env=env)
     assert said[1 - who].startswith(f"WorldMismatchError: rank {who} (host"), said
     assert "the same number of backwards per step" in said[1 - who]
     assert said[who] != ""

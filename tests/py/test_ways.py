@@ -11,7 +11,7 @@ import pytest
 import world_adamw
 import world_commits
 from test_world_ends import KILLS, kill_each
-from world_adamw import GATHERED, WAYS
+from world_adamw import GATHERED, TREE, TREES, WAYS
 from world_helper import run
 
 
@@ -20,9 +20,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that runs a function in one process, or returns what it has returned."""
 
     @functools.cache
-    def found(function: Callable[..., Any], *args: Any) -> Any:
+    def found(function: Callable[..., Any], *args: Any, way: str = "") -> Any:
         folder = tmp_path_factory.mktemp("one")
-        return run(folder, 1, function, str(folder / "run"), *args)[0]
+        env = TREE if way.endswith("tree") else {}
+        return run(folder, 1, function, str(folder / "run"), *args, env=env)[0]
 
     return found
 
@@ -48,14 +49,20 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("machines", "backward", 4),
         ("machines", "between", 4),
         ("machines", "step", 4),
+        ("tree", "backward", 2),
+        ("tree", "between", 2),
+        ("tree", "step", 2),
+        ("tree", "turns", 2),
+        ("machines tree", "between", 4),
     ],
 )
 def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
     tmp_path: pathlib.Path, one: Any, way: str, where: str, count: int
 ) -> None:
     store = str(tmp_path / "run")
-    found = run(tmp_path, count, world_adamw.fail_once, store, where, **WAYS[way])
-    assert [each[1] for each in found] == [one(world_adamw.train, 4)[1]] * count
+    options = (WAYS | TREES)[way]
+    found = run(tmp_path, count, world_adamw.fail_once, store, where, **options)
+    assert [each[1] for each in found] == [one(world_adamw.train, 4, way=way)[1]] * count
     assert found[1][0] == ["ValueError: this batch is bad"]
     failed = "rank 1 (host" if where == "step" else "the backward of rank 1 (host"
     for (said,), _ in (found[0], *found[2:]):
@@ -88,14 +95,14 @@ def test_a_process_that_fails_while_the_others_close_a_step_is_named_at_once(
     assert found == [found[0]] * count
 
 
-@pytest.mark.parametrize("way", ["replicas", "divided", "shared"])
+@pytest.mark.parametrize("way", ["replicas", "divided", "shared", "tree"])
 def test_all_may_discard_steps_and_each_process_may_evaluate_and_read_alone(
     tmp_path: pathlib.Path, one: Any, way: str
 ) -> None:
-    whole = one(world_adamw.train, 3)[1]
-    assert run(tmp_path, 2, world_adamw.discard, str(tmp_path / "run"), **WAYS[way]) == [whole] * 2
+    whole, options = one(world_adamw.train, 3, way=way)[1], (WAYS | TREES)[way]
+    assert run(tmp_path, 2, world_adamw.discard, str(tmp_path / "run"), **options) == [whole] * 2
     for who in (0, 1):
-        found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / f"{who}"), who, **WAYS[way])
+        found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / f"{who}"), who, **options)
         assert [each[1] for each in found] == [whole] * 2
         assert [each[0] != 0.0 for each in found] == [who == 0, who == 1]
 

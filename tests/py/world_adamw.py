@@ -28,15 +28,22 @@ LATE_S = 1.5
 PEER_TIMEOUT_S = 5
 SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
 REPLICAS = "TEST_REPLICAS"  # ... and of replicas=
+SUMS = "TEST_SUMS"  # ... and of sum_order=
 GATHER = "TEST_GATHER"  # ... and of gather=, with an emulated accelerator for half of the model
 ON = {SHARE: "on"}
 DIVIDED = {REPLICAS: "parameters"}
+TREE = {SUMS: "tree"}
 # The ways of running several processes, as options of world_helper.run().
 WAYS: dict[str, dict[str, Any]] = {
     "replicas": {},
     "divided": {"env": DIVIDED},
     "shared": {"env": ON},
     "machines": {"env": {**ON, **DIVIDED}, "nodes": 2},
+}
+# The same with partial sums.
+TREES: dict[str, dict[str, Any]] = {
+    "tree": {"env": TREE},
+    "machines tree": {"env": {**ON, **DIVIDED, **TREE}, "nodes": 2},
 }
 GATHERED: dict[str, Any] = {"env": {**ON, GATHER: "shards"}}
 
@@ -99,6 +106,7 @@ def wrapped(
     }
     settings.setdefault("share", os.environ.get(SHARE, "off"))
     settings.setdefault("replicas", os.environ.get(REPLICAS, "all"))
+    settings.setdefault("sum_order", os.environ.get(SUMS))
     if GATHER in os.environ:
         device = {"device": "emu", "device_param_bytes": 300_000}
         settings = {**device, "gather": os.environ[GATHER], **settings}
@@ -138,22 +146,25 @@ def one_step(
 ) -> float:
     """Make a step with this process's micro-batches: those with its rank modulo the count.
 
-    With order="vertical", accumulate() runs them, unless is_plain says to call backward() for each.
+    In the order of a tree, they are as many that follow one another. With order="vertical",
+    accumulate() runs them, unless is_plain says to call backward() for each.
     """
     rank, count = rank_and_count()
     step, total = model.lohan.step, 0.0
+    numbers = range(rank, BATCHES, count)
+    if inside(model).config.sum_order == "tree":
+        numbers = range(rank * len(numbers), (rank + 1) * len(numbers))
     is_plain |= model.lohan.order == "horizontal"
     if not is_plain:
         parts = [
-            functools.partial(loss_of, model, step, number, dtype, change)
-            for number in range(rank, BATCHES, count)
+            functools.partial(loss_of, model, step, number, dtype, change) for number in numbers
         ]
         total = sum(map(float, model.lohan.accumulate(parts)))
-    for number in range(rank, BATCHES if is_plain else 0, count):
+    for number in numbers if is_plain else ():
         loss = loss_of(model, step, number, dtype, change)
         loss.backward()
         total += float(loss.detach())
-        if number < count:
+        if number == numbers[0]:
             between()
     if before_step is not None:
         before_step()

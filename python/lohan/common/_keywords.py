@@ -147,6 +147,11 @@ class Parallel:
             of its share of them only; it updates these, and sends the new values to the others.
             With share=True, each machine has a share. Updates run in `step()`
             (docs/several-processes.md).
+        sum_order: the order in which the gradients of a step are added, in fp32. "sequential": one
+            micro-batch after the other. "tree": in pairs, pairs of pairs and so on, so that each
+            process adds up its own micro-batches and sends the sums instead of the gradients; the
+            result does not depend on the number of processes. A store has one order for good. None:
+            that of the store; for a new one "sequential" (docs/several-processes.md).
         gather: with share=True and an accelerator for each process, how blocks are copied to the
             accelerators. "host": each process copies whole blocks from main memory. "shards": each
             copies a part of the block over its own link to main memory, and gets the other parts
@@ -160,6 +165,7 @@ class Parallel:
 
     share: bool = _of("share")
     shard_optimizer: bool = _of("replicas")
+    sum_order: Literal["sequential", "tree"] | None = _of("sum_order")
     gather: Literal["host", "shards", "auto"] = _of("gather")
     groups: Mapping[str, Any] | None = _of("groups")
     timeout_s: float = _of("peer_timeout_s")

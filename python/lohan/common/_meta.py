@@ -143,6 +143,8 @@ def _check(meta: Any) -> None:
     rule = meta.get("rule", "adamw")
     _need(_is_text(rule) and rule in RULES, "rule", rule)
     _need((version == 5) == (rule != "adamw"), "rule", rule)
+    sum_order = meta.get("sum_order", "tree")
+    _need(_is_text(sum_order) and sum_order == "tree", "sum_order", sum_order)
     _check_params(meta)
     _check_strides(meta.get("strides", {}), meta["params"])
     _check_method(meta)

@@ -7,6 +7,9 @@ complete; at the end of a backward each process sends the rest, in which a trail
 that have no gradient. So every process sends every piece once per backward, whatever the model did,
 also if the backward failed: then the trailer says so, and all processes forget the step. The
 trailer has a checksum, too.
+
+Where processes send partial sums ([Note: Trees of sums] in csrc/compute/sum_tree.h), a message has
+those of all nodes of its sender, in fp32: the parts of the piece once for each of them.
 """
 
 from __future__ import annotations
@@ -100,6 +103,15 @@ class Piece:
         """The bytes of the message, with the trailer."""
         return self.nbytes + _TRAILER.size + (len(self.parts) + 7) // 8
 
+    def repeated(self, copies: int) -> Piece:
+        """Return a piece with the parts of this one several times, one after the other."""
+        parts = [
+            dataclasses.replace(part, offset=copy * self.nbytes + part.offset)
+            for copy in range(copies)
+            for part in self.parts
+        ]
+        return Piece(parts, copies * self.nbytes, self.part, self.unit)
+
     def trailer_of(self, message: memoryview) -> tuple[Trailer, int]:
         """Return the trailer of a message, and the checksum that it states."""
         step, micro, number, failed, check = _TRAILER.unpack_from(message, self.nbytes)
@@ -159,7 +171,11 @@ def _with_trailer(checksum: int, trailer: Trailer) -> int:
 
 
 def pieces_of(
-    params: Sequence[Param], part_of: Mapping[int, int] | None = None, *, is_cut: bool = False
+    params: Sequence[Param],
+    part_of: Mapping[int, int] | None = None,
+    *,
+    is_cut: bool = False,
+    copies: int = 0,
 ) -> list[Piece]:
     """Divide the gradients of parameters, in their order, into pieces.
 
@@ -168,10 +184,14 @@ def pieces_of(
         part_of: which part of the optimizer's states each parameter belongs to, if these are
             divided. A piece has parameters of one part.
         is_cut: whether a piece has parameters of one unit only.
+        copies: the most partial sums, in fp32, that a message has of each part; 0: it has a
+            gradient, in the parameter's dtype.
     """
     pieces = [Piece()]
+    most_bytes, most_parts = PIECE_BYTES // max(1, copies), _PART_COUNT // max(1, copies)
     for param in params:
         dtype, left, first = param.tensor.dtype, param.tensor.numel(), 0
+        dtype = torch.float32 if copies else dtype
         part = part_of[param.index] if part_of is not None else 0
         unit = param.unit if is_cut else -1
         if pieces[-1].parts and (pieces[-1].part, pieces[-1].unit) != (part, unit):
@@ -180,8 +200,8 @@ def pieces_of(
             piece = pieces[-1]
             piece.part, piece.unit = part, unit
             at = -piece.nbytes % dtype.itemsize + piece.nbytes
-            count = min(left, (PIECE_BYTES - at) // dtype.itemsize)
-            if count <= 0 or len(piece.parts) == _PART_COUNT:
+            count = min(left, (most_bytes - at) // dtype.itemsize)
+            if count <= 0 or len(piece.parts) == most_parts:
                 pieces.append(Piece())
                 continue
             piece.parts.append(Part(param.index, dtype, first, count, at))
@@ -196,18 +216,23 @@ def memory_of(piece: Piece, buffer: torch.Tensor) -> memoryview:
     return memoryview(view).cast("B")
 
 
-def buffer_bytes(params: Sequence[Param]) -> int:
-    """Return the size of a buffer for the largest piece, in any order of the parameters."""
-    total = sum(param.tensor.numel() * param.tensor.element_size() for param in params)
-    padding = sum(param.tensor.element_size() for param in params)
-    return min(total + padding, PIECE_BYTES) + _TRAILER.size + _PART_COUNT // 8
+def buffer_bytes(params: Sequence[Param], copies: int = 0) -> int:
+    """Return the size of a buffer for the largest piece, in any order of the parameters.
+
+    Args:
+        params: the parameters.
+        copies: see pieces_of().
+    """
+    sizes = [copies * 4 if copies else param.tensor.element_size() for param in params]
+    total = sum(param.tensor.numel() * size for param, size in zip(params, sizes, strict=True))
+    return min(total + sum(sizes), PIECE_BYTES) + _TRAILER.size + _PART_COUNT // 8
 
 
-def buffer_count(params: Sequence[Param]) -> int:
+def buffer_count(params: Sequence[Param], copies: int = 0) -> int:
     """Return the number of buffers for each process: a window, or less if all gradients fit."""
-    return min(WINDOW_COUNT, len(pieces_of(params)))
+    return min(WINDOW_COUNT, len(pieces_of(params, copies=copies)))
 
 
-def room_bytes(params: Sequence[Param], process_count: int) -> int:
+def room_bytes(params: Sequence[Param], process_count: int, copies: int = 0) -> int:
     """Return the size of all buffers; see [Note: Room for pieces] in replicas/_exchange.py."""
-    return buffer_bytes(params) * buffer_count(params) * process_count
+    return buffer_bytes(params, copies) * buffer_count(params, copies) * process_count

@@ -180,7 +180,7 @@ ROWS = (
     # Zeroth-order training has neither gradients nor moments.
     *map(_of_method, OF_METHOD),
     *map(_of_adamw, ("betas", "max_grad_norm", "optimizer")),
-    *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every", "order")),
+    *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every", "order", "sum_order")),
     Row(
         "moments={f.states!r}",
         MEZO,
@@ -323,6 +323,14 @@ ROWS = (
         " model.lohan.accumulate()",
         "{one} needs several micro-batches in a step: {way_out}",
         ModelError,
+    ),
+    Row(
+        "Parallel(sum_order='tree')",
+        "gradient_accumulation_steps='manual'",
+        lambda f: f.config.sum_order == "tree" and f.config.accumulate == "manual",
+        "meaning",
+        "which does not say for how many micro-batches of a step there must be room",
+        "pass the largest number of backwards in a step",
     ),
     Row(
         VERTICAL,

@@ -24,7 +24,7 @@ from lohan.errors import StoreError, UnsupportedError
 from lohan.layout import _experts, _names, _ties
 from lohan.layout._block import BLOCK_ELEMENTS
 from lohan.layout._experts import Apart
-from lohan.opening import _attached, _combination, _groups, _request
+from lohan.opening import _attached, _combination, _groups, _request, _sum_order
 from lohan.opening._model_checks import check_model
 from lohan.opening._shared import Shared, joined
 from lohan.session import _division, _notes, _opened, _outside
@@ -81,6 +81,8 @@ def wrapped(request: Request) -> nn.Module:
 
             groups, matrices = _matrices.with_matrices(groups, model, request.hyper)
         opening = _lay_out(request, shared, zeroth, store, open_at, matrices)
+        found = dataclasses.replace(request.config, sum_order=opening.config.sum_order)
+        _combination.check(dataclasses.replace(facts, config=found))
         opening.set_optimizer(groups)
         session: Any = opening.open(undo)
         _attached.attach(model, session, opening.optimizer, opening.in_memory, undo)
@@ -165,13 +167,15 @@ def _lay_out(
 ) -> Opening:
     """Divide the model into blocks and units, and the budget among them."""
     model = request.model
-    found, rows = _find(request, zeroth, shared.config, store, open_at)
+    found, meta = _find(request, zeroth, shared.config, store, open_at)
+    if zeroth is None:
+        shared.config = _sum_order.settled(shared.config, meta)
     made, layout, budget = _division.divide(
         model,
         request.blocks,
         shared.config,
         found,
-        rows,
+        [] if meta is None else meta.get("units", []),
         shared.ranks_of,
         shared.states,
         shared.rule,
@@ -196,16 +200,17 @@ def _find(
     config: Config,
     store: PathLike | Sequence[PathLike] | None,
     open_at: int | None,
-) -> tuple[Found | None, list[Any]]:
+) -> tuple[Found | None, dict[str, Any] | None]:
     """Find the parameters that files provide: those of weights=, or those the store refers to.
 
     Returns:
-        What the files provide (None: nothing), and the units of the store to resume (or []).
+        What the files provide (None: nothing), and the description of the store to resume (None:
+        the store is new).
     """
     model, weights = request.model, request.weights
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if place is None and not (request.is_resumed and store is not None):
-        return _trained(zeroth, None, None), []
+        return _trained(zeroth, None, None), None
     from lohan.layout import _in_place_found
 
     if request.is_resumed and store is not None:
@@ -213,9 +218,9 @@ def _find(
         meta = _store.read_meta(_directories.directories_of(store), config, open_at)
         _ties.separate_as_stored(model, meta)
         found = _in_place_found.of_store(meta, model, place)
-        return _trained(zeroth, found, meta), meta.get("units", [])
+        return _trained(zeroth, found, meta), meta
     assert place is not None
-    return _trained(zeroth, _in_place_found.of_folder(place, model, config), None), []
+    return _trained(zeroth, _in_place_found.of_folder(place, model, config), None), None
 
 
 def _trained(
@@ -378,7 +383,8 @@ class Opening:
         parts.callback(self._remove_made, made)
         # Allocate this first: a full disk should be noticed before a store has been filled.
         self._make_room(parts, self.extents.nbytes)
-        self.layout.about = _names.about(self.request.model, self.layout) | self.shared.about
+        about = self.shared.about | _sum_order.about(self.config)
+        self.layout.about = _names.about(self.request.model, self.layout) | about
         is_temporary = self.where is None
         store = _store.create(
             self.layout, self.extents, self.directories, self.config, is_temporary

@@ -4,7 +4,10 @@
 micro-batches: micro-batch j of rank r is number j * W + r of W processes. Each process sends its
 gradients as autograd made them, and adds those of all processes in that order by itself. So the
 sums have the same bits in all processes, and the bits of one process that runs all micro-batches
-(accumulate=). No process adds for another one, and no sum is rounded on the way.
+(accumulate=). No process adds for another one, and no sum is rounded on the way. With
+sum_order="tree", micro-batch j of rank r has the number r * k + j, with k micro-batches in each
+process, and a process sends the sums of its own ([Note: Partial sums] in _partials.py). The others
+then take part in one exchange per step, with the last micro-batch, or in step() if there are fewer.
 
 [Note: Room for pieces] A process asks for the next WINDOW_COUNT pieces of each other process, in
 order, and holds them until it has its own. It has as many buffers for its own pieces: if all are on
@@ -42,21 +45,20 @@ from lohan.common._wake import Bell
 from lohan.errors import (
     GradientError,
     LohanError,
-    NetworkError,
     PeerStepError,
     SessionError,
     StepError,
-    WorldMismatchError,
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._gradient_pieces import (
-    Draft,
     Trailer,
     buffer_bytes,
     buffer_count,
     memory_of,
     pieces_of,
 )
+from lohan.replicas._contributions import Filled, checked, terms_of
+from lohan.replicas._partials import Partials
 from lohan.replicas._routes import Routes, ValueRoute, routes_to_adders
 from lohan.world._rendezvous import SAY_AFTER_S
 from lohan.world._wire import Wire
@@ -66,23 +68,12 @@ if TYPE_CHECKING:
 
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Piece
+    from lohan.layout._partial_sums import Tree
     from lohan.world._world import World
 
 _POLL_S = 0.1
 _ZERO_COUNT = 1 << 16  # zeros that are added to a sum at once
 _ZEROS_DTYPE = DTYPE_CODES[torch.float32]
-
-
-class Filled:
-    """A piece of this process, from its first gradient until all have it."""
-
-    def __init__(self, piece: Piece, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.draft = Draft(piece, buffer)
-        self.there: set[int] = set()  # indices of parts
-        self.is_sent = False
-        self.is_queued = False  # for addition
-        self.users = 0  # sends in progress, and the addition
 
 
 class Exchange:
@@ -91,7 +82,8 @@ class Exchange:
     Attributes:
         is_open: whether the exchange of a backward is in progress.
         on_wait: called with True when a thread begins to wait for other processes, then with False.
-        rounds: the number of backwards that have ended, which all processes count alike.
+        rounds: the number of exchanges that have ended, which all processes count alike.
+        keeps: whether gradients are added to partial sums before they are sent.
         has_failed: whether a backward of the open step has failed in any process.
         turns: how many micro-batches the next backward has.
         turn: the micro-batch of the backward that the next gradients are of.
@@ -106,6 +98,7 @@ class Exchange:
         owners: Sequence[int],
         part_of: Mapping[int, int] | None,
         is_cut: bool = False,
+        tree: Tree | None = None,
     ) -> None:
         """Connect to the other processes.
 
@@ -118,9 +111,13 @@ class Exchange:
                 [Note: Divided states] in _values.py.
             is_cut: whether a piece has parameters of one unit only, for backwards of several
                 micro-batches.
+            tree: the partial sums of all processes; None: gradients are added one by one.
         """
         self._world = world
         self._is_cut = is_cut
+        self._tree = tree
+        self._copies = tree.copies if tree is not None else 0
+        self.keeps = self._copies > 0
         self._engine = engine
         self._params = {param.index: param for param in params}
         self._part_of = part_of
@@ -131,7 +128,10 @@ class Exchange:
         self._is_adder = world.rank in self._owners
         # Those whose gradients this process adds.
         self._others = [rank for rank in everybody if rank != world.rank and self._is_adder]
-        largest, count = buffer_bytes(params), buffer_count(params)
+        given = params, self._copies
+        largest, count = buffer_bytes(*given), buffer_count(*given)
+        count_of = tree.count if tree is not None else 0
+        self._partials = Partials(params, world.rank, count_of) if self.keeps else None
         self._lock = threading.Lock()  # of all that follows, and of the pieces
         self._news = Bell()  # something has changed for which the training thread may wait
         self._free = [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
@@ -165,12 +165,15 @@ class Exchange:
         """Divide the gradients into pieces, in the order of these parameters."""
         self._routes = self._routes_of(order)
         self._pieces = self._routes.pieces
+        counts = {len(nodes) for nodes in self._tree.nodes} if self.keeps and self._tree else set()
+        # By number of nodes: the pieces of a process that has as many.
+        self._repeated = {n: [piece.repeated(n) for piece in self._pieces] for n in counts}
 
     def _routes_of(self, order: Sequence[int]) -> Routes:
         params = [self._params[index] for index in order]
         rank, size = self._world.rank, self._world.size
         given = rank, size, params, self._owners, self._part_of
-        return routes_to_adders(*given, is_cut=self._is_cut)
+        return routes_to_adders(*given, is_cut=self._is_cut, copies=self._copies)
 
     # --- A step -------------------------------------------------------------------------------
 
@@ -180,12 +183,18 @@ class Exchange:
         self.has_failed = False
         self._micro = 0
         self._summed: set[int] = set()  # parameters that have a sum of earlier backwards
+        self._own: dict[int, Filled] = {}
+        self._is_begun = False  # pieces of the open backward may be on their way
+        self._is_settled = False  # the partial sums of the open step were exchanged
+        if self._partials is not None:
+            self._partials.forget()
 
     @property
     def backward_bytes(self) -> int:
-        """The bytes that a backward sends, to all processes together."""
-        routes = self._routes
-        to_each = zip(self._pieces, routes.to, strict=True)
+        """The bytes that a backward sends, to all processes together; with partial sums, a step."""
+        routes, rank = self._routes, self._world.rank
+        mine = [self._piece_from(rank, place) for place in range(len(self._pieces))]
+        to_each = zip(mine, routes.to, strict=True)
         sent = sum(piece.message_bytes * len(to) for piece, to in to_each)
         return sent + len(routes.listeners) * self._world.size
 
@@ -198,8 +207,15 @@ class Exchange:
             return Traffic(self._sent_bytes, self._received_bytes, busy_ns, self._peer_wait_ns)
 
     @property
+    def backwards(self) -> int:
+        """A number of backwards that have ended, which is the same in all processes after each."""
+        if self._tree is None:
+            return self.rounds
+        return self.rounds * self._tree.count + (0 if self._is_settled else self._micro)
+
+    @property
     def has_gradients(self) -> bool:
-        """Whether gradients of the open step were exchanged."""
+        """Whether gradients of the open step were exchanged, or kept to be exchanged."""
         return self._micro > 0
 
     @property
@@ -311,6 +327,9 @@ class Exchange:
             self._order.append(index)
         parts = self._routes.parts.get(index, ())
         flat = gradient.detach().reshape(-1).cpu()
+        if self._partials is not None:
+            self._keep(self._partials, index, flat)
+            return
         if parts:
             self._check_dtype(index, flat, parts[0][2].dtype)
         for piece, position, part in parts:
@@ -322,11 +341,36 @@ class Exchange:
             if len(own.there) == len(self._pieces[piece].parts) and not is_last:
                 self._send(number, failed=False)
 
+    def _keep(self, partials: Partials, index: int, flat: torch.Tensor) -> None:
+        """Add a gradient to partial sums, and send these with the last micro-batch of the step."""
+        self._check_dtype(index, flat, self._params[index].tensor.dtype)
+        micro = self._micro + self.turn
+        partials.add(index, micro, flat)
+        if micro < partials.count - 1:
+            return
+        if not self._is_begun:
+            self._begin()
+        for piece, position, _ in self._routes.parts.get(index, ()):
+            number = self._at[piece, 0]
+            own = self._own_of(number)
+            if own.is_sent:
+                raise GradientError(
+                    f"parameter {self._params[index].name!r} has several gradients in one backward,"
+                    " and the sum with the first of them is on its way to the other processes: let"
+                    " the last backward of a step bring one gradient of each parameter"
+                )
+            own.put_sums(self._pieces[piece], position, partials.sums(index))
+            is_last = number == self._count - 1  # see [Note: A backward that fails]
+            if len(own.came) == len(self._pieces[piece].parts) and not is_last:
+                self._send(number, failed=False)
+
     def _enter(self, step: int) -> None:
         """Begin the exchange of a backward with its first gradient."""
         self._check_unbroken()
         if not self.is_open:
-            self._begin(step)
+            self._open(step)
+            if self._partials is None:
+                self._begin()
 
     def _check_dtype(self, index: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
         if gradient.dtype != dtype:
@@ -337,6 +381,8 @@ class Exchange:
 
     def finish(self, *, failed: bool = False) -> None:
         """Send what is left of the backward, and wait until the gradients of all are added.
+
+        If they are kept, and the step may have further micro-batches, only these are counted.
 
         Args:
             failed: whether the backward of this process has failed, which all of them learn.
@@ -349,25 +395,59 @@ class Exchange:
         if failed and (self._is_broken or self._is_closed):
             return
         self._check_unbroken()
+        partials = self._partials
+        if partials is not None and not failed and self._micro + self.turns < partials.count:
+            self._end()
+            return
+        self._exchange_rest(failed=failed)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no gradients of the open step are kept that were not exchanged."""
+        return self._partials is None or self._micro == 0 or self._is_settled
+
+    def settle(self) -> None:
+        """Exchange the partial sums of a step that ends after fewer micro-batches than it may have.
+
+        Raises:
+            The errors of finish().
+        """
+        self._enter(self._step)
+        self.turns = 0
+        self._exchange_rest(failed=False)
+
+    def _end(self) -> None:
+        """Count the micro-batches of the backward that has ended."""
+        self.is_open = False
+        self._is_begun = False
+        self._micro += self.turns
+        self.turns, self.turn = 1, 0
+
+    def _exchange_rest(self, *, failed: bool) -> None:
+        """Do what finish() says, with an exchange."""
+        if not self._is_begun:
+            self._begin()
+            self._is_early = failed
+        self._add_alone()
         for number in range(self._count):
             own = self._own_of(number)
             if own.is_sent:
                 continue
-            for index, part in enumerate(self._piece(number).parts):
-                if index not in own.there:
-                    own.draft.clear(part)
+            piece, kept = self._pieces[self._slots[number][0]], self._partials or ()
+            for position, part in enumerate(piece.parts):
+                if part.param in kept and position not in own.came and self._partials:
+                    own.put_sums(piece, position, self._partials.sums(part.param))
             self._send(number, failed=failed)
         what = self._what()
         self._wait(lambda: self._added == self._count and not self._busy(), what)
         if self._routes.teller is not None:
             self._hear(self._routes.teller, what)
         self._tell()
-        self.is_open = False
-        self._sequence += self._routes.tag_count * self.turns + 1
+        self._sequence += self._routes.tag_count * self._waves + 1
         self.rounds += 1
         self._world.backwards = self.rounds
-        self._micro += self.turns
-        self.turns, self.turn = 1, 0
+        self._end()
+        self._is_settled = True
         self.has_failed = failed or bool(self._failed)
         self._summed |= self._present
         if failed:
@@ -409,7 +489,12 @@ class Exchange:
 
     @property
     def _verdict_tag(self) -> int:
-        return self._sequence + self._routes.tag_count * self.turns
+        return self._sequence + self._routes.tag_count * self._waves
+
+    @property
+    def _waves(self) -> int:
+        """How often each piece of the backward is sent: for each micro-batch, or once with sums."""
+        return 1 if self.keeps else self.turns
 
     def _tell(self) -> None:
         """Tell the processes that do not add the last piece whose backwards have failed."""
@@ -439,7 +524,7 @@ class Exchange:
     def _what(self) -> str:
         return f"backward {self._micro + 1} of step {self._step + 1}"
 
-    def _begin(self, step: int) -> None:
+    def _open(self, step: int) -> None:
         if self._is_closed:  # close() of the session was interrupted before its commit
             raise SessionError(
                 "this process no longer exchanges gradients: call model.lohan.close() again, which"
@@ -447,12 +532,19 @@ class Exchange:
             )
         self._step = step
         self.is_open = True
+        self._own = {}
+
+    def _begin(self) -> None:
+        """Prepare the messages of the backward, and ask for those of the others."""
+        self._is_begun = True
+        self._is_early = False  # this process has failed in any micro-batch of the step
+        # The first micro-batch of the messages; with partial sums, the last one that they have.
+        self._first_micro = self._micro + self.turns - 1 if self.keeps else self._micro
         # What is sent, in order: pieces and micro-batches; from here on, numbers are places in it.
-        self._slots = self._routes.slots(self.turns)
+        self._slots = self._routes.slots(self._waves)
         self._at = {slot: number for number, slot in enumerate(self._slots)}
         self._count = len(self._slots)
         self._begun: set[tuple[int, int]] = set()  # pieces and parts that have a sum
-        self._own: dict[int, Filled] = {}
         self._sent_below = 0  # all pieces with smaller numbers have been sent
         self._added = 0
         self._present: set[int] = set()
@@ -474,12 +566,21 @@ class Exchange:
         for rank in self._others:
             self._ask(rank)
 
-    def _piece(self, number: int) -> Piece:
-        return self._pieces[self._slots[number][0]]
+    def _piece(self, number: int, rank: int | None = None) -> Piece:
+        """Return the piece that a process sends, this one if rank is None."""
+        return self._piece_from(self._world.rank if rank is None else rank, self._slots[number][0])
+
+    def _piece_from(self, rank: int, place: int) -> Piece:
+        if self._tree is None or not self.keeps:
+            return self._pieces[place]
+        return self._repeated[len(self._tree.nodes[rank])][place]
 
     def _tag(self, number: int) -> int:
         piece, turn = self._slots[number]
-        return self._routes.tags[piece] * self.turns + turn
+        return self._routes.tags[piece] * self._waves + turn
+
+    def _add_alone(self) -> None:
+        """Add up the partial sums of parameters that no other process has."""
 
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece. A new one gets a buffer, and waits for it if it may."""
@@ -497,11 +598,14 @@ class Exchange:
 
     def _send(self, number: int, *, failed: bool) -> None:
         piece, own, tag = self._piece(number), self._own[number], self._tag(number)
+        for index, part in enumerate(piece.parts):
+            if index not in own.there:
+                own.draft.clear(part)
         to = self._routes.to[self._slots[number][0]]
         bits = bytearray((len(piece.parts) + 7) // 8)
         for index in own.there:
             bits[index // 8] |= 1 << index % 8
-        micro = self._micro + self._slots[number][1]
+        micro = self._first_micro + self._slots[number][1]
         trailer = Trailer(self._step, micro, tag, int(failed), bytes(bits))
         own.draft.seal(trailer)
         message = own.buffer[: piece.message_bytes]
@@ -529,13 +633,16 @@ class Exchange:
                 number = numbers[self._asked[rank]]
                 self._asked[rank] += 1
                 buffer = self._free_in[rank].pop()
-            message = buffer[: self._piece(number).message_bytes]
+            nbytes = self._piece(number, rank).message_bytes
+            message = buffer[:nbytes]
 
-            def done(number: int = number, buffer: torch.Tensor = buffer) -> None:
+            def done(
+                number: int = number, buffer: torch.Tensor = buffer, nbytes: int = nbytes
+            ) -> None:
                 with self._lock:
                     self._came[rank][number] = buffer
                     self._came_count[rank] += 1
-                    self._received_bytes += self._piece(number).message_bytes
+                    self._received_bytes += nbytes
                     self._moved_at[rank] = time.monotonic()
                 self._news.ring()
                 self._check_complete(number)
@@ -552,7 +659,7 @@ class Exchange:
             others = [rank for rank in self._routes.added[piece] if rank != self._world.rank]
             if turn > 0 and not self._is_queued(self._at[piece, turn - 1]):
                 return
-            for each in [self._at[piece, later] for later in range(turn, self.turns)]:
+            for each in [self._at[piece, later] for later in range(turn, self._waves)]:
                 own = self._own.get(each)
                 is_here = own is not None and own.is_sent and not own.is_queued
                 if not (is_here and all(each in self._came[rank] for rank in others)):
@@ -643,23 +750,26 @@ class Exchange:
 
     def _add_piece(self, number: int) -> None:
         """Add all contributions of a piece, by rank. See [Note: Sums of all processes]."""
-        piece, place = self._piece(number), self._slots[number][0]
-        own = self._own[number]
+        place = self._slots[number][0]
+        piece, own = self._pieces[place], self._own[number]
         added: set[int] = set()
         ranks = self._routes.added[place]
         others = [rank for rank in ranks if rank != self._world.rank]
-        there = []  # for each contribution, the trailer and the address of the parts
+        there = []  # for each contribution, the rank, the trailer and the address of the parts
         for rank in ranks:
             buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
-            there.append((self._checked(number, rank, buffer), buffer.data_ptr()))
+            there.append((rank, self._checked(number, rank, buffer), buffer.data_ptr()))
         for index, part in enumerate(piece.parts):
-            addresses = [base + part.offset for trailer, base in there if trailer.has(index)]
+            where, code = (part.param, part.first, part.count), DTYPE_CODES[part.dtype]
+            addresses, leaves = terms_of(self._tree, piece, index, there)
             if not addresses:
                 continue
-            is_first = part.param not in self._summed and (place, index) not in self._begun
-            self._begun.add((place, index))
-            code = DTYPE_CODES[part.dtype]
-            self._engine.sums_add(part.param, part.first, part.count, addresses, code, is_first)
+            if self._tree is not None:
+                self._engine.sums_tree(*where, addresses, leaves, code)
+            else:
+                is_first = part.param not in self._summed and (place, index) not in self._begun
+                self._begun.add((place, index))
+                self._engine.sums_add(*where, addresses, code, is_first)
             added.add(part.param)
         with self._lock:
             self._present |= added
@@ -671,33 +781,16 @@ class Exchange:
         self._release(own)
 
     def _checked(self, number: int, rank: int, buffer: torch.Tensor) -> Trailer:
-        """Check a piece, and return its trailer.
-
-        Raises:
-            NetworkError: its checksum is wrong.
-            WorldMismatchError: it belongs to another step or backward.
-        """
-        piece = self._piece(number)
-        message = memory_of(piece, buffer)
-        trailer, check = piece.trailer_of(message)
-        if rank != self._world.rank:
-            found = piece.checksum(message, trailer)
-            if found != check:
-                parts = piece.parts
-                raise NetworkError(
-                    f"gradients from {self._world.name(rank)} have the checksum {found:08x} instead"
-                    f" of {check:08x} in {self._what()} ({self._params[parts[0].param].name!r} from"
-                    f" element {parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
-                    " has changed them. Restart the processes with resume=True"
-                )
-            micro = self._micro + self._slots[number][1]
-            if trailer.row[:3] != (self._step, micro, self._tag(number)):
-                raise WorldMismatchError(
-                    f"{self._world.name(rank)} is in backward {trailer.micro + 1} of step"
-                    f" {trailer.step + 1}, but {self._world.name(self._world.rank)} in"
-                    f" {self._what()}: all processes must run the same number of backwards per"
-                    " step; end all of them"
-                )
+        """Check a piece, and return its trailer; see checked()."""
+        due = self._step, self._first_micro + self._slots[number][1], self._tag(number)
+        piece, who = self._piece(number, rank), self._world.name(rank)
+        if rank == self._world.rank:
+            trailer, _ = piece.trailer_of(memory_of(piece, buffer))
+        else:
+            here, name = self._world.name(self._world.rank), self._params[piece.parts[0].param].name
+            said = who, here, self._what(), name
+            is_early = self._is_early
+            trailer = checked(piece, buffer, due, *said, is_kept=self.keeps, is_early=is_early)
         if trailer.failed:
             with self._lock:
                 self._failed.add(rank)

@@ -23,7 +23,8 @@ import torch
 
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._gradient_pieces import pieces_of
-from lohan.replicas._exchange import Exchange, Filled
+from lohan.replicas._contributions import Filled
+from lohan.replicas._exchange import Exchange
 from lohan.replicas._routes import Routes, ValueRoute
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Piece
+    from lohan.layout._partial_sums import Tree
     from lohan.world._world import World
 
 
@@ -47,6 +49,7 @@ class GroupExchange(Exchange):
         part_of: Mapping[int, int] | None,
         ranks_of: Mapping[int, tuple[int, ...]],
         every: Sequence[tuple[int, ...]],
+        tree: Tree | None = None,
     ) -> None:
         """Connect to the other processes.
 
@@ -58,6 +61,7 @@ class GroupExchange(Exchange):
             part_of: by parameter, the rank that has its sum; None: all owners that have it.
             ranks_of: by parameter, the ranks that have it; the others are in all processes.
             every: all groups of the run, and all processes together.
+            tree: the partial sums of all processes; see Exchange.
         """
         everybody = tuple(range(world.size))
         # By group: its parameters, in an order that all processes of the group share.
@@ -75,7 +79,7 @@ class GroupExchange(Exchange):
             for ranks, indices in self._members.items()
             for place, index in enumerate(indices)
         }
-        super().__init__(world, engine, params, owners, part_of)
+        super().__init__(world, engine, params, owners, part_of, tree=tree)
         # See [Note: Collectives in a backward]: each piece gets a buffer of its own.
         self._free.clear()
         self._buffer_count = 0
@@ -83,7 +87,7 @@ class GroupExchange(Exchange):
     def _routes_of(self, order: Sequence[int]) -> Routes:
         """Divide the gradients of each group into pieces, and order these as they are complete."""
         at = {index: place for place, index in enumerate(order)}
-        of, stride = self._pieces_of_groups()
+        of, stride = self._pieces_of_groups(self._copies)
         rows = [
             (max(at[part.param] for part in piece.parts), ranks, number, piece)
             for ranks, pieces in of.items()
@@ -100,10 +104,14 @@ class GroupExchange(Exchange):
         count = len(self._numbers) * stride
         return Routes(self._world.rank, self._world.size, pieces, adders, groups, tags, count)
 
-    def _pieces_of_groups(self) -> tuple[dict[tuple[int, ...], list[Piece]], int]:
-        """Return the pieces of each group, and a number that no group of any process exceeds."""
+    def _pieces_of_groups(self, copies: int) -> tuple[dict[tuple[int, ...], list[Piece]], int]:
+        """Return the pieces of each group, and a number that no group of any process exceeds.
+
+        Args:
+            copies: the most partial sums of a part in a message; see pieces_of().
+        """
         of = {
-            ranks: pieces_of([self._params[index] for index in indices], self._part_of)
+            ranks: pieces_of([self._params[i] for i in indices], self._part_of, copies=copies)
             for ranks, indices in self._members.items()
         }
         mine = max(map(len, of.values())).to_bytes(4, "little")
@@ -117,7 +125,7 @@ class GroupExchange(Exchange):
 
     def value_routes(self) -> tuple[list[ValueRoute], int]:
         """Return how owners send new values; see Exchange.value_routes."""
-        of, stride = self._pieces_of_groups()
+        of, stride = self._pieces_of_groups(0)
         rows: list[ValueRoute] = []
         for ranks, pieces in sorted(of.items()):
             first, to = self._numbers[ranks] * stride, [r for r in ranks if r in self._owners]
@@ -156,7 +164,7 @@ class GroupExchange(Exchange):
 
     def give(self, step: int, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter; see Exchange.give."""
-        if index not in self._alone:
+        if index not in self._alone or self.keeps:
             super().give(step, index, gradient)
             return
         self._enter(step)
@@ -168,6 +176,20 @@ class GroupExchange(Exchange):
         self._engine.sums_add(index, 0, flat.numel(), [flat.data_ptr()], code, is_first)
         with self._lock:
             self._present.add(index)
+
+    def _add_alone(self) -> None:
+        """Add up the partial sums of parameters that no other process has."""
+        partials, tree = self._partials, self._tree
+        for index in self._alone:
+            if partials is None or tree is None or index not in partials:
+                continue
+            sums, nodes = partials.sums(index), tree.nodes[self._world.rank]
+            addresses = [values.data_ptr() for _, values in sums]
+            leaves = [nodes[node] for node, _ in sums]
+            code = DTYPE_CODES[torch.float32]
+            self._engine.sums_tree(index, 0, sums[0][1].numel(), addresses, leaves, code)
+            with self._lock:
+                self._present.add(index)
 
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece, without waiting."""

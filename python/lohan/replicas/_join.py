@@ -94,6 +94,7 @@ def facts_of(config: Config, max_grad_norm: float | None, rule: str, states: str
         ("method=", RULES[rule].call.partition("=")[2].strip('"')),
         ("gradient_accumulation_steps=", config.accumulate),
         ("order=", config.order),
+        ("Parallel(sum_order=)", config.sum_order),
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
         ("Parallel(share=)", config.share == "on"),

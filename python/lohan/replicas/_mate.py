@@ -91,6 +91,7 @@ class Mate(Replica):
             session.open_step.backward = "none"
             return
         self._check_alone()
+        self.settle()
         self._agree(unscale)
         if session.open_step.needs_norm and self._ends_at_norm(unscale):
             self.abort_ended()
@@ -132,7 +133,9 @@ class Mate(Replica):
         return False
 
     def norm_begins(self) -> None:
-        """Do nothing: square_sum() learns which parameters have gradients."""
+        """Send what is left; square_sum() learns which parameters have gradients."""
+        if self.exchange.has_begun:
+            self.settle()
 
     def square_sum(self, here: Callable[[], float]) -> float:
         """Return the owner's sum of squares."""

@@ -212,6 +212,9 @@ class Replica(Alone):
         process tries it again.
         """
         exchange = self.exchange
+        if exchange.keeps:  # what is sent does not depend on the order
+            exchange.turns = count if at_once else 1
+            return at_once
         if self._turns[0] != exchange.rounds:
             what = f"the order of micro-batches in step {self.session.step + 1}"
             asked = str(count if at_once else 0).encode()
@@ -261,8 +264,21 @@ class Replica(Alone):
             else:
                 self.exchange.finish(failed=failed)
         finally:
-            if self._gather is not None:
-                self.session.engine.gather_round(self.exchange.rounds)
+            self._gathers_begin_again()
+
+    def _gathers_begin_again(self) -> None:
+        if self._gather is not None:
+            self.session.engine.gather_round(self.exchange.backwards)
+
+    def settle(self) -> None:
+        """Exchange partial sums of gradients that are left, at the end of a step."""
+        if self.exchange.is_settled:
+            return
+        try:
+            self.exchange.settle()
+        finally:
+            self._gathers_begin_again()
+        self._states.backward_ended()
 
     # --- A step -----------------------------------------------------------------------------
 
@@ -299,6 +315,7 @@ class Replica(Alone):
         has_gradients = self.has_gradients()
         if has_gradients:
             self._check_alone()
+            self.settle()
             self._agree(unscale)
         before = session.step
         super().close_step(unscale)
@@ -344,6 +361,7 @@ class Replica(Alone):
     def norm_begins(self) -> None:
         """Learn which parameters have gradients."""
         if self.exchange.has_begun:
+            self.settle()
             self._states.learn()
 
     def square_sum(self, here: Callable[[], float]) -> float:

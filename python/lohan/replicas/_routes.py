@@ -108,6 +108,7 @@ def routes_to_adders(
     part_of: Mapping[int, int] | None,
     *,
     is_cut: bool,
+    copies: int = 0,
 ) -> Routes:
     """Return the routes of gradients that all processes send.
 
@@ -118,8 +119,9 @@ def routes_to_adders(
         owners: the ranks that have sums.
         part_of: by parameter, the rank that has its sum; None: all owners have.
         is_cut: whether a piece has parameters of one unit only.
+        copies: the most partial sums of a part in a message; see pieces_of().
     """
-    pieces = pieces_of(params, part_of, is_cut=is_cut)
+    pieces = pieces_of(params, part_of, is_cut=is_cut, copies=copies)
     adders = [owners if part_of is None else [piece.part] for piece in pieces]
     numbers = range(len(pieces))
     return Routes(rank, size, pieces, adders, [range(size)] * len(pieces), numbers, len(pieces))

@@ -18,7 +18,7 @@ from lohan.common import _memory
 from lohan.common._rules import RULES
 from lohan.config import CHOSEN_LATER, SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError, UnsupportedError
-from lohan.layout import _block, _experts, _layout
+from lohan.layout import _block, _experts, _layout, _partial_sums
 from lohan.planning import _wear
 from lohan.store import _store
 from lohan.torch_glue import _device
@@ -133,15 +133,21 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         own = (unit.params for unit in layout.units if unit.trainable and unit.has_states)
         bookkeeping += sum(8 * p.count // p.row_elements for params in own for p in params)
     bookkeeping += _matrix_bytes(layout, config)
+    if config.tree_leaf_count > 0 and config.process_count == 1:
+        places = _partial_sums.places_alone(config.tree_leaf_count)  # of which each sum is one
+        bookkeeping += 4 * sum(u.elements for u in layout.units if u.trainable) * (places - 1)
     if config.process_count > 1:
         from lohan.layout._gradient_pieces import room_bytes
 
         trained = [p for p in layout.params if layout.units[p.unit].trainable]
-        windows = config.process_count + (2 if config.part_count > 1 else 0)  # see _values.py
-        bookkeeping += room_bytes(trained, windows)
+        tree = _partial_sums.Tree(config.process_count, config.tree_leaf_count)
+        bookkeeping += room_bytes(trained, config.process_count, tree.copies)
+        bookkeeping += room_bytes(trained, 2 if config.part_count > 1 else 0)  # see _values.py
+        bookkeeping += 4 * sum(p.count for p in trained) * tree.places
         if config.holds_backward:  # except of parameters that no other process has
             sent = [p for p in trained if len(layout.ranks_of.get(p.index, ())) != 1]
-            bookkeeping += sum(p.count * p.tensor.element_size() for p in sent)
+            each = [4 * tree.copies or p.tensor.element_size() for p in sent]
+            bookkeeping += sum(p.count * size for p, size in zip(sent, each, strict=True))
     # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (

@@ -65,6 +65,8 @@ class OpenStep:
         self._waits = False  # whether no update of the open step has run with the factor 1
         # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
         self._tail: torch.Tensor | None = None
+        config = session.config
+        self._is_tree = config.tree_leaf_count > 1 and config.process_count == 1
         this, layout = weakref.ref(self), session.layout
 
         def square_sum() -> float:
@@ -103,11 +105,18 @@ class OpenStep:
         session.forwards.changed_drop()
         session.edits.commit()
         session.commits.keep_checksums()
+        self.turn(0)
         self.backward = "running"
         for extension in session.extensions:
             extension.backward_begins(session)
         if in_backward():
             at_backward_end(session.forwards.thread.backward_end(self.backward_ended))
+
+    def turn(self, number: int) -> None:
+        """Handle that the next gradient is one of this micro-batch of the backward."""
+        self._peers.turn(number)
+        if self._is_tree and not self.accumulation.is_complete:
+            self._engine.sums_leaf(self.accumulation.count + number)
 
     def backward_ended(self) -> None:
         """Handle the end of a backward."""

@@ -433,6 +433,8 @@ def _make_engine(
         repeats=config.clip == "repeat",
         apart=apart,
         sums=sums,
+        # Several processes add in the order of a tree as they exchange gradients.
+        sum_leaves=config.tree_leaf_count if sums and config.process_count == 1 else 0,
         device=device.options(layout.buffer_bytes),
         saved=session.saving.options,
         in_place=layout.in_place.engine_options(layout),

@@ -417,7 +417,8 @@ class Vertical(Runs):
         set_random_states(ends[-1], device)
         is_even = all(each == self._visited[FIRST] for each in self._visited)
         around = {p.index for p in layout.params if layout.units[p.unit].always}
-        self._arrivals = _Arrivals(len(functions), is_even, around, self._users, peers.turn)
+        turn = session.open_step.turn
+        self._arrivals = _Arrivals(len(functions), is_even, around, self._users, turn)
         try:
             torch.autograd.backward(losses)
         finally:
