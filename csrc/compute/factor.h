@@ -14,7 +14,7 @@
  *      p = p (1 - lr weight_decay) - step_size u
  *
  * Everything up to step_size is computed in fp64, and only stored in fp32. A v that fp32 rounds to
- * 0 is the least positive number instead, so that a gradient of 0 is no step, whatever eps1 is. A
+ * 0 is the least positive number instead: a gradient of 0 is not a step, whatever eps1 is. A
  * sum's order depends on the parameter's elements alone. p in RMS(p) is the parameter as
  * computation reads it: P16 where there is one. The last line is the kernel's (rule.h), which is
  * given each element's v in the place of a second moment.

@@ -65,7 +65,7 @@ int lh_core_fail_code(struct lh_engine *engine)
 struct lh_engine_step_stats *lh_core_stats(struct lh_engine *engine, uint64_t step)
 {
     LH_ASSERT(step <= engine->step + 1); /* only one step can follow the closed steps */
-    return step == 0 ? &engine->stats_other : &engine->stats[step % 2];
+    return step == 0 ? &engine->stats[LH_STATS_OF_EVALUATIONS] : &engine->stats[step % 2];
 }
 
 void lh_core_device_fail(struct lh_engine *engine, const struct lh_error *cause, const char *what)

@@ -79,6 +79,7 @@
 
 #define LH_PARAM_NONE UINT32_MAX
 #define LH_INBOX_CELL_COUNT 65536
+#define LH_STATS_OF_EVALUATIONS 2
 /* shorter waits are not reported: they are the cost of the call itself */
 #define LH_WAIT_NS_MIN 20000
 
@@ -219,8 +220,7 @@ struct lh_engine {
     double gradient_scales[2];
     _Atomic uint64_t commit_every_later; /* 0: none; in place of opts.commit_every... */
     uint64_t commit_every_from;          /* ...from this step on; constant once the former is set */
-    struct lh_engine_step_stats stats[2];
-    struct lh_engine_step_stats stats_other; /* the counters of evaluations */
+    struct lh_engine_step_stats stats[3]; /* the last: the counters of evaluations */
 
     struct lh_engine_trace_event *trace;
     uint64_t trace_written;

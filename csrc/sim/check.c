@@ -182,7 +182,7 @@ static uint64_t link_bytes(const struct lh_sim_check *check, uint32_t link)
 {
     const struct lh_engine *engine = check->engine;
     return check->bytes[link] + engine->stats[0].bytes[link] + engine->stats[1].bytes[link] +
-           engine->stats_other.bytes[link];
+           engine->stats[LH_STATS_OF_EVALUATIONS].bytes[link];
 }
 
 static void total_check(struct lh_sim_check *check, const char *what, uint64_t moved,

@@ -57,7 +57,7 @@ static void test_prefetch(void)
         LH_CHECK(load_count(&rig, marked[i]) == 0);
     evaluate(&rig, (const uint32_t[]){3, 4}, 2, true);
     LH_CHECK(load_count(&rig, 3) == 1 && load_count(&rig, 4) == 1);
-    uint64_t replans = rig.engine->stats_other.replans;
+    uint64_t replans = rig.engine->stats[LH_STATS_OF_EVALUATIONS].replans;
     evaluate(&rig, (const uint32_t[]){2}, 1, true);
     LH_CHECK(load_count(&rig, 2) == 1);
     uint32_t before[] = {load_count(&rig, 3), load_count(&rig, 4)};
@@ -77,7 +77,7 @@ static void test_prefetch(void)
     LH_CHECK(load_count(&rig, next) == loads + 1);
     use(&rig, 5);
     evaluate(&rig, (const uint32_t[]){4, 2, 3}, 3, true);
-    LH_CHECK(rig.engine->stats_other.replans == replans);
+    LH_CHECK(rig.engine->stats[LH_STATS_OF_EVALUATIONS].replans == replans);
     rig_finish(&rig);
 }
 
@@ -97,10 +97,10 @@ static void test_wrong(void)
     use(&rig, 5);
     rig_settle(&rig);
     uint32_t loads[] = {load_count(&rig, 3), load_count(&rig, 4)};
-    uint64_t replans = rig.engine->stats_other.replans;
+    uint64_t replans = rig.engine->stats[LH_STATS_OF_EVALUATIONS].replans;
     evaluate(&rig, NULL, 0, false);
     LH_CHECK(load_count(&rig, 3) == loads[0] && load_count(&rig, 4) == loads[1]);
-    LH_CHECK(rig.engine->stats_other.replans == replans);
+    LH_CHECK(rig.engine->stats[LH_STATS_OF_EVALUATIONS].replans == replans);
     rig_finish(&rig);
 }
 

@@ -227,13 +227,13 @@ static void test_evaluations(void)
     lh_test_name("evaluations between steps have their own order, and steps keep theirs");
     rig_make(&rig, "region-eval", opts_of(true));
     for (int i = 0; i < 6; i++) {
-        uint64_t replans = rig.engine->stats_other.replans;
+        uint64_t replans = rig.engine->stats[LH_STATS_OF_EVALUATIONS].replans;
         LH_CHECK(step_in(&rig, natural, RIG_UNIT_COUNT).replans == 0);
         for (int j = 0; j < (i < 4 ? 1 : 3); j++)
             uses(&rig, LH_ENGINE_MODE_EVAL, backwards, RIG_UNIT_COUNT);
         rig_settle(&rig);
         /* The first one was guessed. */
-        LH_CHECK((rig.engine->stats_other.replans > replans) == (i == 0));
+        LH_CHECK((rig.engine->stats[LH_STATS_OF_EVALUATIONS].replans > replans) == (i == 0));
     }
     rig_finish(&rig);
 }

@@ -132,7 +132,7 @@ static void test_flush(bool commit)
     rig_over_as_planned(&rig);
     check_dirty(&rig, RIG_GRADIENTS_ALL);
     struct sizes all = sizes_of(&rig, RIG_GRADIENTS_ALL);
-    uint64_t *other = rig.engine->stats_other.bytes;
+    uint64_t *other = rig.engine->stats[LH_STATS_OF_EVALUATIONS].bytes;
     LH_CHECK(rig_flush(&rig, commit) == 0);
     LH_CHECK(other[STATE_WRITE] == all.state && other[PARAM_WRITE] == all.param);
     check_dirty(&rig, 0);

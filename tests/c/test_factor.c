@@ -150,7 +150,7 @@ static void test_zeros(const float *param, uint64_t columns, double eps1)
         .eps2 = EPS2,
     };
 
-    lh_test_name("a gradient of 0 is no step of %s, with an eps1 of %g",
+    lh_test_name("a gradient of 0 is not a step of %s, with an eps1 of %g",
                  columns > 0 ? "matrices" : "vectors", eps1);
     for (uint64_t i = 0; i < COUNT; i++)
         gradients[i] = i < all_zero || i % 3 == 0 ? 0 : 1;

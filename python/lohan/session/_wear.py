@@ -358,9 +358,7 @@ class Life:
         _log.note(f"{text}. A step writes {_shown.of_bytes(step_bytes)}{remedy}")
         return True
 
-    def _less(
-        self, session: Training, days: float, step_bytes: int, saved_bytes: int
-    ) -> list[str]:
+    def _less(self, session: Training, days: float, step_bytes: int, saved_bytes: int) -> list[str]:
         """Return what makes a step write less, for people, with the bytes and the drives' life."""
         spilled = step_bytes - writes_of(session).mean
         found = [(nbytes + spilled, what) for nbytes, what in changes(session, self._full())]
