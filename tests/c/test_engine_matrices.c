@@ -80,13 +80,14 @@ static void look(struct rig *rig)
         bool is_matrices = MATRICES & (1u << i);
         bool is_running = unit->parts->orthogonal.state == LH_ORTHOGONAL_STATE_RUNNING;
 
-        LH_CHECK(unit->update.is_held ==
+        LH_CHECK((unit->update.turn == LH_UPDATE_TURN_WAITS) ==
                  (orthogonal->unit && orthogonal->unit != unit && is_matrices));
         LH_CHECK(!is_running || orthogonal->unit == unit);
         for (uint32_t j = 0; is_running && j < unit->chunk_count; j++)
             LH_CHECK(rig->engine->chunks[unit->chunk_first + j].state == LH_CHUNK_STATE_LOADED);
         running += is_running;
-        seen->held += orthogonal->unit && unit->update.is_held && unit->update.is_queued;
+        seen->held +=
+            orthogonal->unit && unit->update.turn == LH_UPDATE_TURN_WAITS && unit->update.is_queued;
     }
     LH_CHECK(running <= 1);
     seen->running += running;

@@ -755,20 +755,6 @@ def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
         lohan.wrap(model, store=store_dir / "s", method="sgd", params=groups)
 
 
-def test_the_table_of_python_is_that_of_the_core() -> None:
-    ours = [
-        (r.name, "moment1" in r.moments, "moment2" in r.moments, r.has_rows, r.has_factors)
-        for r in RULES.values()
-    ]
-    assert tuple(ours) == _core.rules()
-    for rule in RULES.values():
-        group = {**rule.defaults, "lr": 0.25}
-        rule.put(again := {}, rule.hyper_of(group))
-        names = rule.defaults.keys() - {"adjust_lr_fn"}  # which the engine does not take
-        assert again == {name: again[name] for name in names}
-        assert rule.hyper_of(again) == rule.hyper_of(group)
-
-
 def square_of(model: nn.Module, step: int) -> Tensor:
     y: Tensor = model(helper.normal(step, 2, 64))
     return y.square().mean()
