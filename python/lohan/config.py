@@ -108,6 +108,7 @@ class Config:
         '`"wait"`',
         '`"repeat"`: with `max_grad_norm`, updates run in backward as without it, and a step '
         "whose norm is larger is undone and repeated ([below](#clipping))",
+        public="io.clip",
     )
     accumulate: int | Literal["manual"] = setting(
         1,

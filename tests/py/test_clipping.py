@@ -416,7 +416,7 @@ def test_repeated_steps_have_the_bits_of_those_that_wait_and_are_counted(
     store_dir: pathlib.Path,
 ) -> None:
     norms, state, stats = train_scaled(store_dir / "w")
-    others, other, repeated = train_scaled(store_dir / "r", clip="repeat")
+    others, other, repeated = train_scaled(store_dir / "r", io=lohan.IO(clip="repeat"))
     assert norms == others and [norm > 1 for norm in norms] == [scaled(s) > 1 for s in range(6)]
     helper.assert_same_state(other, state)
     # steps 1 and 4 are repeated; those after a clipped one wait: 2, 3 and 5
@@ -430,7 +430,12 @@ def test_a_step_with_updates_that_is_not_finite_leaves_the_bits_of_a_run_without
 ) -> None:
     states = []
     for name, steps in (("with", range(4)), ("without", (0, 2, 3))):
-        settings: Any = {"max_grad_norm": 1.0, "clip": "repeat", "on_nan": on_nan, "lr": 1e-2}
+        settings: Any = {
+            "max_grad_norm": 1.0,
+            "io": lohan.IO(clip="repeat"),
+            "on_nan": on_nan,
+            "lr": 1e-2,
+        }
         model = lohan.wrap(Scaled(), store=store_dir / name, **settings)
         for step in steps:
             model(torch.full((2, 16), math.inf if step == 1 else 0.1)).backward()
@@ -459,8 +464,8 @@ def test_where_steps_cannot_be_repeated_updates_wait_and_a_line_says_why(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str], why: str, settings: dict[str, Any]
 ) -> None:
     model = lohan.wrap(
-        Scaled(), store=store_dir / "s", max_grad_norm=1.0, clip="repeat", **settings
+        Scaled(), store=store_dir / "s", max_grad_norm=1.0, io=lohan.IO(clip="repeat"), **settings
     )
-    assert f"clip='repeat' has no effect, because of {why}" in capfd.readouterr().err
+    assert f"IO(clip='repeat') has no effect, because of {why}" in capfd.readouterr().err
     assert inside(model).config.schedule in SCHEDULES_AT_STEP
     model.lohan.close()

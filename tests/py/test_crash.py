@@ -186,7 +186,7 @@ def test_killed_in_a_repetition_it_ends_at_the_bits_of_clipping_that_waits(
     waits = Run(pipe)
     assert waits.listen(HUNG_S) and not waits.listen(HUNG_S) and waits.done
     process.join(HUNG_S)
-    settings |= {"clip": "repeat", "store": store_dir / "repeats"}
+    settings |= {"io": lohan.IO(clip="repeat"), "store": store_dir / "repeats"}
     for round_, moment in enumerate(("undone", "closed", "undone", "never")):
         process, pipe = crash_worker.start(
             crash_worker.train_until_repeated, settings, round_ > 0, moment

@@ -121,7 +121,7 @@ json.dump(found, sys.stdout)
 """
 LISTED = HERE / "imported.txt"
 LINES_MAX = 5_000  # of lohan's Python that `import lohan` and the name `lohan.wrap` load
-TRAINING_LINES_MAX = 20_000  # of lohan's Python that a wrap on the CPU and steps of AdamW load
+TRAINING_LINES_MAX = 20_200  # of lohan's Python that a wrap on the CPU and steps of AdamW load
 
 # Of each program, the exit status, and what it wrote to stdout and stderr.
 Done = dict[str, tuple[int, str, str]]

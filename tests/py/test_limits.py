@@ -45,6 +45,8 @@ FEATURES: list[dict[str, Any]] = [
     {"given": frozenset({"groups"}), "processes": 2},
     {"config": {"on_nan": "skip"}},
     {"config": {"clip": "repeat"}},
+    *({"config": {"sum_order": "tree", "accumulate": count}} for count in (2, "manual")),
+    {"states": "4bit"},
 ]
 
 

@@ -20,6 +20,7 @@ from lohan.common import _log
 from lohan.common._inside import inside
 from lohan.errors import ModelError, StoreMismatchError
 from lohan.planning import _drives, _wear
+from lohan.session import _life
 from lohan.session import _wear as _session_wear
 from lohan.session._wear import writes_of
 from lohan.store import _scalars
@@ -368,7 +369,7 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     rate = step / (10 / 3)
     assert f"at 3.33 s a step, training writes {rate * 86_400 / 1e9:.3g} GB a day" in said
     assert f"reaches its rated endurance in {10**10 / rate / 86_400:.3g} days" in said
-    found = _session_wear.changes(inside(model), full)
+    found = _life.changes(inside(model), full)
     assert [what.partition(" (")[0] for _, what in found] == [
         "commit_every=10",
         'method="sgd"',
@@ -406,10 +407,9 @@ def test_only_what_saves_a_twentieth_of_a_steps_bytes_is_said(store_dir: pathlib
     model = lohan.wrap(build(), store=store_dir / "a", io="threads", commit_every=1)
     session = inside(model)
     mean = writes_of(session).mean
-    life = _session_wear.Life([], lambda: session.budget, 1)
     saved = 100 * mean  # activations, beside which the states are nothing
-    (said,) = life._less(session, 10.0, saved + mean, saved)
+    (said,) = _life.less(session, session.budget, 10.0, saved + mean, saved)
     assert said.startswith('activations="recompute": ') and "which lasts" in said
-    said = " ".join(life._less(session, 10.0, mean, 0))
+    said = " ".join(_life.less(session, session.budget, 10.0, mean, 0))
     assert 'method="sgd"' in said and "activations" not in said
     model.lohan.close()

@@ -185,7 +185,7 @@ def make_apart(config: Config, directories: Sequence[str], nbytes: int) -> _core
     Raises:
         StoreError: a disk is full; no file is left behind.
     """
-    what = "this space is for the gradients of a step: clip='wait' needs none"
+    what = "this space is for the gradients of a step: IO(clip='wait') needs none"
     return _allocate(config, directories, nbytes, "apart", what)
 
 

@@ -101,6 +101,14 @@ class IO:
             The name is that of the layout, which the store keeps for good; that steps are not
             committed only follows from it.
         verify: verify the checksums of everything that is read.
+        clip: what max_grad_norm means for updates; the numbers are the same. "wait": they wait for
+            the norm of all gradients, and run after `step()`. "repeat": they run as gradients
+            arrive, as if the norm were small; a step whose norm is too large is undone and made
+            again, with the factor. The step after one that was clipped waits. Gradients stay until
+            `step()`, in main memory or on SSD. Where this is not possible, updates wait, and a line
+            says why: with another schedule than "optimized", accumulation, loss_scaling, several
+            processes, commit_every other than "auto" and 1 (every step then commits),
+            experts="apart", or a rule with sums, factors or matrices.
         frozen: how to store parameters that require no gradient, for a model with weights=.
             "in_place": they are read from those files whenever they are needed, and are not in the
             store. "packed": the same, and the memory of host_bytes that training does not need
@@ -125,6 +133,7 @@ class IO:
     transfer_bytes: Size = _of("transfer_bytes")
     single_slot: bool = dataclasses.field(default=False)
     verify: bool = _of("verify")
+    clip: Literal["wait", "repeat"] = _of("clip")
     frozen: Literal["in_place", "packed", "copy"] = _of("frozen")
     activation_ssd_bytes: Size | None = _of("swap_ssd_bytes")
     wear_budget: Size | None = _of("wear_budget")
@@ -393,14 +402,6 @@ class Settings(TypedDict, total=False):
             "optimized", but after the first steps some blocks are "deferred" if that is found to be
             faster (it is when backward alone does not hide the updates and memory has room for the
             waiting gradients).
-        clip: what max_grad_norm means for updates; the numbers are the same. "wait": they wait for
-            the norm of all gradients, and run after `step()`. "repeat": they run as gradients
-            arrive, as if the norm were small; a step whose norm is too large is undone and made
-            again, with the factor. The step after one that was clipped waits. Gradients stay until
-            `step()`, in main memory or on SSD. Where this is not possible, updates wait, and a line
-            says why: with another schedule than "optimized", accumulation, loss_scaling, several
-            processes, commit_every other than "auto" and 1 (every step then commits),
-            experts="apart", or a rule with sums, factors or matrices.
         on_nan: what a step does whose gradients are not finite (NaN or infinity). "raise": the
             session ends with a NonFiniteError that names the parameter and the step, which is not
             committed: training can be resumed from the last commit. If the norm of all gradients is
@@ -430,7 +431,6 @@ class Settings(TypedDict, total=False):
     activation_offload_bytes: Size | None
     commit_every: int | Literal["auto", "manual"]
     schedule: Schedule
-    clip: Literal["wait", "repeat"]
     on_nan: Literal["raise", "skip", "accept"]
     ema: float | None
     loss_scaling: bool

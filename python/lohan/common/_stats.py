@@ -45,8 +45,8 @@ class StepStats:
         deferred_units: the number of units whose gradients waited for `optimizer.step()`; with
             schedule "auto", lohan chooses this number.
         bound_by: "compute", "ssd", "optimizer" or "copies": the busiest resource.
-        clip_repeats: with clip="repeat", how many steps of the session so far were repeated because
-            of max_grad_norm.
+        clip_repeats: with IO(clip="repeat"), how many steps of the session so far were repeated
+            because of max_grad_norm.
         clip_waits: how many steps waited for their norm, because the step before was clipped.
     """
 

@@ -364,7 +364,7 @@ ROWS = (
         ModelError,
     ),
     Row(
-        "clip='repeat'",
+        "IO(clip='repeat')",
         "max_grad_norm=None",
         lambda f: f.config.clip == "repeat" and "max_grad_norm" not in f.given,
         "meaning",

@@ -24,7 +24,7 @@ from lohan.errors import StoreError, UnsupportedError
 from lohan.layout import _experts, _names, _ties
 from lohan.layout._block import BLOCK_ELEMENTS
 from lohan.layout._experts import Apart
-from lohan.opening import _attached, _combination, _groups, _request, _sum_order
+from lohan.opening import _attached, _combination, _groups, _request
 from lohan.opening._model_checks import check_model
 from lohan.opening._shared import Shared, joined
 from lohan.session import _division, _notes, _opened, _outside
@@ -157,6 +157,15 @@ def _check_rows(apart: Apart, facts: Facts) -> None:
             )
 
 
+def _with_sum_order(config: Config, meta: dict[str, Any] | None) -> Config:
+    """Return the settings with the order of sums of the store, described by meta."""
+    if config.sum_order is None and not (meta and "sum_order" in meta):
+        return dataclasses.replace(config, sum_order="sequential")
+    from lohan.opening import _sum_order
+
+    return _sum_order.settled(config, meta)
+
+
 def _lay_out(
     request: Request,
     shared: Shared,
@@ -169,7 +178,7 @@ def _lay_out(
     model = request.model
     found, meta = _find(request, zeroth, shared.config, store, open_at)
     if zeroth is None:
-        shared.config = _sum_order.settled(shared.config, meta)
+        shared.config = _with_sum_order(shared.config, meta)
     made, layout, budget = _division.divide(
         model,
         request.blocks,
@@ -383,7 +392,9 @@ class Opening:
         parts.callback(self._remove_made, made)
         # Allocate this first: a full disk should be noticed before a store has been filled.
         self._make_room(parts, self.extents.nbytes)
-        about = self.shared.about | _sum_order.about(self.config)
+        about = self.shared.about | (
+            {"sum_order": "tree"} if self.config.sum_order == "tree" else {}
+        )
         self.layout.about = _names.about(self.request.model, self.layout) | about
         is_temporary = self.where is None
         store = _store.create(

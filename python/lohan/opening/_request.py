@@ -207,8 +207,8 @@ def check(facts: Facts) -> None:
 def waiting(config: Config, request: Request, processes: int = 1) -> Config:
     """Make updates wait for step() if they need gradient norms or sums.
 
-    Both are known only after the last backward. With clip="repeat", updates need not wait for the
-    norm if every step commits, so that one can be undone.
+    Both are known only after the last backward. With IO(clip="repeat"), updates need not wait for
+    the norm if every step commits, so that one can be undone.
 
     Args:
         config: the settings.
@@ -220,7 +220,7 @@ def waiting(config: Config, request: Request, processes: int = 1) -> Config:
         why = _why_clipping_waits(config, request, processes)
         if not why:
             return dataclasses.replace(config, commit_every=1)
-        _log.note(f"clip='repeat' has no effect, because of {why}: updates wait for the norm")
+        _log.note(f"IO(clip='repeat') has no effect, because of {why}: updates wait for the norm")
         config = dataclasses.replace(config, clip="wait")
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
         return config

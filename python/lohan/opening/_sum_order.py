@@ -34,8 +34,3 @@ def settled(config: Config, meta: dict[str, Any] | None) -> Config:
             " a new store"
         )
     return dataclasses.replace(config, sum_order=stored)
-
-
-def about(config: Config) -> dict[str, Any]:
-    """Return what the description of a new store says of the order."""
-    return {_KEY: config.sum_order} if config.sum_order not in (None, _PLAIN) else {}

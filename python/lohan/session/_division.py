@@ -18,7 +18,7 @@ from lohan.common import _memory
 from lohan.common._rules import RULES
 from lohan.config import CHOSEN_LATER, SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError, UnsupportedError
-from lohan.layout import _block, _experts, _layout, _partial_sums
+from lohan.layout import _block, _experts, _layout
 from lohan.planning import _wear
 from lohan.store import _store
 from lohan.torch_glue import _device
@@ -134,9 +134,12 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         bookkeeping += sum(8 * p.count // p.row_elements for params in own for p in params)
     bookkeeping += _matrix_bytes(layout, config)
     if config.tree_leaf_count > 0 and config.process_count == 1:
+        from lohan.layout import _partial_sums
+
         places = _partial_sums.places_alone(config.tree_leaf_count)  # of which each sum is one
         bookkeeping += 4 * sum(u.elements for u in layout.units if u.trainable) * (places - 1)
     if config.process_count > 1:
+        from lohan.layout import _partial_sums
         from lohan.layout._gradient_pieces import room_bytes
 
         trained = [p for p in layout.params if layout.units[p.unit].trainable]

@@ -7,6 +7,7 @@ stderr] in common/_log.py. With several processes, only rank 0 prints them.
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -77,9 +78,16 @@ def opened(
         made.drives = _drives.of_store(session.directories, sizes, rated)
         if session.trains:
             assumed = _budgets.assumed_bytes(session.directories[0])
-            made.life = Life(made.drives, full, assumed)
+            made.life = Life(made.drives, functools.partial(_report, full), assumed)
         said = _opening(session, made, is_resumed=is_resumed, is_temporary=is_temporary)
         _log.inform(said)
+
+
+def _report(full: Callable[[], dict[str, int]], *facts: Any) -> None:
+    """Print how long drives last; most sessions end before that, or have nothing to report."""
+    from lohan.session import _life
+
+    _life.report(full, *facts)
 
 
 def _adamw(session: Training) -> Wear:

@@ -45,7 +45,7 @@ class OpenStep:
         gradients: the stand-ins in p.grad.
         scale: the factor of the gradients.
         hypers: the hyper-parameters that updates use, by group; None: no gradient has come.
-        was_clipped: with clip="repeat", whether the last step was clipped: this one then waits.
+        was_clipped: with IO(clip="repeat"), whether the last step was clipped: this one then waits.
         clip_repeats: how many steps were repeated with it.
         clip_waits: how many steps waited for their norm with it.
     """

@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log, _shown
-from lohan.common._rules import RULES
 from lohan.common._stats import WRITES
 from lohan.config import CHOSEN_LATER
 from lohan.errors import StoreMismatchError, WearBudgetError
-from lohan.layout._block import STATES
 from lohan.planning import _wear
 from lohan.planning._wear import DAY_S, StepWrites, host_sizes
 from lohan.session._extension import Extension, Place
@@ -239,11 +237,7 @@ class Wear(Extension):
 
 _STEPS_BEFORE = 3  # the first step allocates, and policies profile two
 _STEPS_TIMED = 3
-_CHANGES_MAX = 4
-_LESS_MIN = 0.05  # a change that saves a smaller fraction of a step's bytes is not reported
-_NEW = " (another update rule, in a new run)"
 BYTES_UNTIL_SAID = 10**10  # what is written before an endurance that is only assumed is reported
-_FEWER_COMMITS = 10  # the change of commit_every= that is computed, as in docs/checkpoints.md
 
 
 def writes_of(
@@ -274,52 +268,19 @@ def writes_of(
     )
 
 
-def changes(session: Training, full: dict[str, int]) -> list[tuple[int, str]]:
-    """Return settings with which a step writes less, with its mean bytes; the best one is first.
-
-    All bytes are those of the plan, without what spills to SSD. order="vertical" is not among them,
-    because it saves reads only.
-
-    Args:
-        session: the session.
-        full: the division of as much main memory as the model can use.
-    """
-    every = session.config.commit_steps
-    now = writes_of(session).mean
-    memory = f'host_bytes="{_shown.of_bytes(full["host_bytes"])}"'
-    tried = [(writes_of(session, full).mean, memory)]
-    if 0 < every and not session.commits.by_hand:
-        rarer = every * _FEWER_COMMITS
-        some, all_kept = (writes_of(session, kept, rarer).mean for kept in (None, full))
-        tried.append((some, f"commit_every={rarer}"))
-        if all_kept < some:
-            tried.append((all_kept, f"commit_every={rarer} and {memory}"))
-    tried += [
-        (writes_of(session, states=states).mean, f'moments="{states}" (rounds moments)')
-        for states in RULES[session.layout.rule].proposed
-        if STATES[states] < STATES[session.layout.states]
-    ]
-    tried += [
-        (
-            writes_of(session, states=states, rule=rule).mean,
-            f"{_wear.kind_call(rule, states)}{_NEW}",
-        )
-        for rule, states in _wear.fewest_kinds(session.layout.rule, session.layout.states)
-    ]
-    return sorted((nbytes, what) for nbytes, what in tried if nbytes < now)
-
-
 class Life:
     """Times some steps, and then prints how long the drives last."""
 
     def __init__(
-        self, drives: list[Drive], full: Callable[[], dict[str, int]], assumed_bytes: int
+        self, drives: list[Drive], report: Callable[..., None], assumed_bytes: int
     ) -> None:
         """Begin to time steps.
 
         Args:
             drives: the store's drives.
-            full: returns the division of as much main memory as the model can use.
+            report: prints the line: called with the session, the drives, whether they report their
+                endurance, the seconds of a step, and the bytes that it writes, in all and of
+                activations.
             assumed_bytes: the endurance that is assumed of each drive if none of them reports it.
                 A line is then printed only if they last less than a year, after BYTES_UNTIL_SAID.
         """
@@ -327,7 +288,7 @@ class Life:
         if not self._is_known:
             drives = [drive._replace(left_bytes=assumed_bytes) for drive in drives]
         self._drives = drives
-        self._full = full
+        self._report = report
         self._count = 0
         self._began = 0.0
 
@@ -348,61 +309,5 @@ class Life:
         if count < _STEPS_TIMED or (not self._is_known and count * step_bytes < BYTES_UNTIL_SAID):
             return False
         step_s = (time.monotonic() - self._began) / count
-        text, days = _lives(self._drives, step_s, step_bytes, self._is_known)
-        if days >= _shown.YEAR_DAYS:
-            if self._is_known:
-                _log.inform(text)
-            return True
-        less = self._less(session, days, step_bytes, saved_bytes)
-        remedy = f"; with {'; '.join(less)}" if less else ""
-        _log.note(f"{text}. A step writes {_shown.of_bytes(step_bytes)}{remedy}")
+        self._report(session, self._drives, self._is_known, step_s, (step_bytes, saved_bytes))
         return True
-
-    def _less(self, session: Training, days: float, step_bytes: int, saved_bytes: int) -> list[str]:
-        """Return what makes a step write less, for people, with the bytes and the drives' life."""
-        spilled = step_bytes - writes_of(session).mean
-        found = [(nbytes + spilled, what) for nbytes, what in changes(session, self._full())]
-        found.append((step_bytes - saved_bytes, 'activations="recompute"'))
-        most = (1 - _LESS_MIN) * step_bytes
-        less = [
-            f"{what}: {_shown.of_bytes(nbytes)}, which lasts"
-            f" {_shown.of_days(days * step_bytes / nbytes)}"
-            for nbytes, what in sorted(found)
-            if 0 < nbytes <= most
-        ][:_CHANGES_MAX]
-        # Each batch spills what it spills now.
-        halved = (step_bytes + spilled) / 2
-        if (
-            halved <= most
-            and not session.commits.by_hand
-            and isinstance(session.config.accumulate, int)
-        ):
-            less.append(
-                f"gradient_accumulation_steps={2 * session.config.accumulate}:"
-                f" {_shown.of_bytes(halved)} for each of the batches that a step has now"
-            )
-        return less
-
-
-def _lives(
-    drives: list[Drive], step_s: float, step_bytes: int, is_known: bool
-) -> tuple[str, float]:
-    """Return a sentence on all drives, and the days that the first one to wear out lasts."""
-    rate = step_bytes / step_s
-    lives = [(drive, drive.days(rate)) for drive in drives]
-    known = [(drive, days) for drive, days in lives if days is not None]
-    said = ", ".join(
-        f"{drive.name} reaches its rated endurance in {_shown.of_days(days)} (after a further"
-        f" {_shown.of_bytes(drive.left_bytes or 0)})"
-        for drive, days in known
-    )
-    if not is_known:
-        said = ", ".join(
-            f"{drive.name}, which does not report its endurance to this user, will have been"
-            f" written {_wear.ASSUMED_DRIVE_WRITES} times in {_shown.of_days(days)}"
-            for drive, days in known
-        )
-    text = (
-        f"at {step_s:.3g} s a step, training writes {_shown.of_bytes(rate * DAY_S)} a day: {said}"
-    )
-    return text, min(days for _, days in known) if known else float("inf")
