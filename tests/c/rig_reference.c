@@ -87,7 +87,10 @@ void rig_reference_init(struct rig *rig)
     free(scratch);
 }
 
-/* Return what Muon adds to a matrix, for the caller to free. */
+/*
+ * Return what Muon adds to a matrix, for the caller to free. test_newton_schulz.c compares the bits
+ * of all kernels, of which the best one is used here: the reference takes minutes.
+ */
 static float *matrix_update(const struct rig *rig, uint32_t index, const struct lh_adam_run *run,
                             const struct lh_adam_scalars *scalars)
 {
@@ -96,7 +99,7 @@ static float *matrix_update(const struct rig *rig, uint32_t index, const struct 
     const uint64_t gram = lh_newton_schulz_gram_floats(param->matrix_rows, columns);
     const uint64_t scratch = lh_newton_schulz_scratch_floats(param->matrix_rows, columns);
     const struct lh_newton_schulz_kernel *const *kernels = NULL;
-    const uint32_t kernel_count = lh_newton_schulz_kernels(&kernels);
+    LH_CHECK(lh_newton_schulz_kernels(&kernels) > 0);
     float *memory = calloc(param->count + 2 * gram + scratch, sizeof(*memory));
     LH_CHECK(memory);
     struct lh_newton_schulz matrix = {memory, param->matrix_rows, columns, memory + param->count,
@@ -114,7 +117,7 @@ static float *matrix_update(const struct rig *rig, uint32_t index, const struct 
         uint64_t task_count = lh_newton_schulz_task_count(&matrix, stage);
 
         for (uint64_t task = 0; task < task_count; task++)
-            lh_newton_schulz_task(kernels[kernel_count - 1], &matrix, stage, task,
+            lh_newton_schulz_task(kernels[0], &matrix, stage, task,
                                   memory + param->count + 2 * gram);
     }
     return memory;

@@ -133,7 +133,7 @@ def loss_of(model: Any, row: dict[str, Any], batches: int, number: int) -> torch
         # An expert has tokens of one process in a step if sums of several have several orders.
         # Two processes have one order, except where a backward rounds the sum to 16 bits.
         is_single = batches > 2 or row["dtype"] != "fp32"
-        args = (world_moe.allowed_of(step, number // row["span"], 2, is_single=is_single),)
+        args = (world_moe.allowed_of(step, number, 2, is_single=is_single),)
         turn = step + number // 4  # all processes call the same layers
 
     def apart(block: Any) -> torch.Tensor:

@@ -148,6 +148,10 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("ModelError", "the first match of no module", "leaves the pattern out"),
         ),
         (
+            _pairs("sum_order", ["tree"], "world", GROUPS),
+            ("UnsupportedError", "its place in the tree would depend", "leave sum_order= out"),
+        ),
+        (
             _pairs("order", ["vertical"], "world", GROUPS),
             ("UnsupportedError", "the script would be in different orders", "leave order= out"),
         ),
@@ -217,17 +221,11 @@ def test_every_two_choices_are_run_or_listed_as_refused() -> None:
 
 def _asked(row: Row) -> Row:
     """Return a row as bits_worker.py reads it."""
-    return {"span": _span(row), **row, "place": row["world"][0]}
-
-
-def _span(row: Row) -> int:
-    """Return how many batches in a row use the same experts."""
-    is_tree = row["world"] in GROUPS and row["sum_order"] == "tree"
-    return int(row["accumulate"]) if is_tree else 1
+    return {**row, "place": row["world"][0]}
 
 
 def _job(row: Row) -> tuple[Any, ...]:
-    return (row["accumulate"] * row["world"][1], _span(row), *(row[name] for name in JOB))
+    return (row["accumulate"] * row["world"][1], *(row[name] for name in JOB))
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +237,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
         new = [job for job in dict.fromkeys(map(_job, rows)) if job not in known]
         folder = tmp_path_factory.mktemp("expected")
         table = []
-        for number, (batches, span, *choices) in enumerate(new):
-            row = {**EVERYTHING_IN_MEMORY, **dict(zip(JOB, choices, strict=True)), "span": span}
+        for number, (batches, *choices) in enumerate(new):
+            row = {**EVERYTHING_IN_MEMORY, **dict(zip(JOB, choices, strict=True))}
             row["accumulate"] = batches
             table.append((_asked(row), str(folder / str(number)), batches))
         for job, found in zip(new, run(folder, 1, bits_worker.train_all, table)[0], strict=True):

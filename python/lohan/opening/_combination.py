@@ -333,6 +333,15 @@ ROWS = (
         "pass the largest number of backwards in a step",
     ),
     Row(
+        "Parallel(sum_order='tree')",
+        "Parallel(groups=)",
+        lambda f: f.config.sum_order == "tree" and "groups" in f.given,
+        "not built",
+        "in which one gradient of an expert has tokens of the micro-batches of several processes,"
+        " so that its place in the tree would depend on their number",
+        "leave sum_order= out",
+    ),
+    Row(
         VERTICAL,
         "Parallel(groups=)",
         lambda f: f.is_several and f.config.order == "vertical" and "groups" in f.given,
