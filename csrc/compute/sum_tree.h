@@ -28,7 +28,7 @@
 #define LH_SUM_LEAF_END (UINT64_C(1) << 32)
 #define LH_SUM_DEPTH_MAX 64
 
-/* The partial sums of one parameter; zeroed: there are none, and numbers begin with 0. */
+/* The partial sums of one parameter; zero-initialized: there are none, and numbers start at 0. */
 struct lh_sum_tree {
     uint64_t first; /* whoever has smaller numbers adds up the nodes that have some of them */
     uint32_t depth; /* the places in use */

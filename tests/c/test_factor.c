@@ -33,14 +33,11 @@ static const void *gradient_at(const void *context, uint64_t at, uint64_t count,
 }
 
 /* Two updates, of which the second moves factors that are not 0. */
-static struct lh_factors updated(const float *gradients, const float *param, uint64_t columns,
-                                 uint64_t most, float *values)
+static struct lh_factor_work work_of(struct cut *cut, const float *param)
 {
-    struct cut cut = {gradients, most};
-    struct lh_factors factors = {values, columns > 0 ? ROWS : 0, columns, EPS1, 0};
-    struct lh_factor_work work = {
+    return (struct lh_factor_work){
         .gradient_at = gradient_at,
-        .context = &cut,
+        .context = cut,
         .gradient_dtype = LH_DTYPE_F32,
         .param = param,
         .param_dtype = LH_DTYPE_F32,
@@ -50,6 +47,14 @@ static struct lh_factors updated(const float *gradients, const float *param, uin
         .relative = RELATIVE,
         .eps2 = EPS2,
     };
+}
+
+static struct lh_factors updated(const float *gradients, const float *param, uint64_t columns,
+                                 uint64_t most, float *values)
+{
+    struct cut cut = {gradients, most};
+    struct lh_factors factors = {values, columns > 0 ? ROWS : 0, columns, EPS1, 0};
+    struct lh_factor_work work = work_of(&cut, param);
     memset(values, 0, COUNT * sizeof(*values));
     lh_factor_update(&factors, &work);
     cut.gradients += COUNT;
@@ -137,18 +142,7 @@ static void test_zeros(const float *param, uint64_t columns, double eps1)
     const uint64_t all_zero = columns > 0 ? ROWS * COLUMNS : COLUMNS;
     struct cut cut = {gradients, COUNT};
     struct lh_factors factors = {values, columns > 0 ? ROWS : 0, columns, eps1, 0};
-    struct lh_factor_work work = {
-        .gradient_at = gradient_at,
-        .context = &cut,
-        .gradient_dtype = LH_DTYPE_F32,
-        .param = param,
-        .param_dtype = LH_DTYPE_F32,
-        .count = COUNT,
-        .gradient_scale = SCALE,
-        .w = 1,
-        .relative = RELATIVE,
-        .eps2 = EPS2,
-    };
+    struct lh_factor_work work = work_of(&cut, param);
 
     lh_test_name("a gradient of 0 is not a step of %s, with an eps1 of %g",
                  columns > 0 ? "matrices" : "vectors", eps1);
