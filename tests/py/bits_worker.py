@@ -328,8 +328,16 @@ def states(model: Any) -> dict[str, str]:
 
 
 def train_all(rows: Sequence[tuple[dict[str, Any], str, int]]) -> list[dict[str, Any] | str]:
-    """Train rows one after the other; return what train() does, or the errors."""
-    return [_said(functools.partial(train, *each)) for each in rows]
+    """Train rows one after the other; return what train() does, or the errors.
+
+    Of several processes, one that had an error ends: the others would wait for it.
+    """
+    found: list[dict[str, Any] | str] = []
+    for each in rows:
+        found.append(_said(functools.partial(train, *each)))
+        if isinstance(found[-1], str) and rank_and_count()[1] > 1:
+            break
+    return [*found, *["not run"] * (len(rows) - len(found))]
 
 
 def wrap_all(rows: Sequence[tuple[dict[str, Any], str]]) -> list[Any]:

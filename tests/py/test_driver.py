@@ -32,7 +32,8 @@ def test_fails():
 
 def test_sees_it():
     path, until = pathlib.Path(os.environ["LOHAN_FAILED"]), time.monotonic() + 60
-    while not path.exists() and time.monotonic() < until:
+    # The file exists for a moment before its line does.
+    while not (path.exists() and path.read_text()) and time.monotonic() < until:
         time.sleep(0.01)
     assert path.read_text().endswith("test_it.py::test_fails\\n")
 """

@@ -342,7 +342,7 @@ class Replica(Alone):
     def step_closed(self) -> None:
         """Wait until the mates have given back what the step updates."""
         self._states.pass_values()
-        if self._has_mates:
+        if self.has_mates:
             assert self.team is not None
             self._await_close(self.session.step, self.team.mates)
 
@@ -451,7 +451,8 @@ class Replica(Alone):
     # --- The store and edits ----------------------------------------------------------------
 
     @property
-    def _has_mates(self) -> bool:
+    def has_mates(self) -> bool:
+        """Whether several processes use the parameters of one of them."""
         return self.team is not None and self.team.mate_count > 0
 
     def _refuse_edited(self) -> None:
@@ -479,7 +480,7 @@ class Replica(Alone):
 
     def check_edit(self) -> None:
         """Reject a change of parameters that other processes read, and any further step."""
-        if self._has_mates:
+        if self.has_mates:
             self._has_edited = True
             raise UnsupportedError(_EDITED)
 

@@ -54,6 +54,11 @@ class Alone:
     world: World | None = None
     session: Training
 
+    @property
+    def has_mates(self) -> bool:
+        """Whether several processes use the parameters of one of them."""
+        return False
+
     def options(self, config: Config) -> tuple[int, int, int, int]:
         """Return the engine's part in a team of processes that share parameters."""
         return 0, 0, -1, 0

@@ -369,15 +369,20 @@ class Vertical(Runs):
         self._put(units, turns.turn)
 
     def visit_end(self, units: list[int], leave: Callable[[], None]) -> None:
-        """Leave a block's scope, but keep the block in memory until all runs have visited it."""
+        """Leave a block's scope, but keep the block in memory until all runs have visited it.
+
+        Processes that share parameters keep none: where their micro-batches visit different
+        experts, each would hold a block and wait for room for its next one.
+        """
         turns = self._turns
         if turns is None:
             leave()
             return
         self._give_back()
         self._remove(units, turns.turn)
-        if turns.turn != FIRST:
+        if turns.turn != FIRST or self.session.peers.has_mates:
             leave()
+            turns.visit_end()
             return
         held: list[int] = []
         try:
