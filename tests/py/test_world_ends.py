@@ -18,7 +18,7 @@ import torch.distributed as dist
 import world_adamw
 import world_ends
 import world_worker
-from lohan.errors import PeerLostError
+from lohan.errors import PeerLostError, WorldMismatchError
 from lohan.world import _wire, _world
 from lohan.world._watch import End, Peer, Watch
 from patience import ENDS_S, HUNG_S, slowness
@@ -444,6 +444,36 @@ def test_the_end_of_a_process_is_never_read_without_the_loss_that_it_follows() -
     watch.close()
     assert {rank: end.how for rank, end in watch.ends.items()} == {0: "lost", 1: "failed"}
     assert not before  # another thread may iterate over it
+
+
+class _Answered:
+    """What stands for the thread of a World: every process has sent what this one sends."""
+
+    def put(self, job: Any) -> None:
+        job.values = [job.payload[_world._HEAD.size :]] * 2
+        job.done.set()
+
+
+def test_a_late_process_is_not_taken_for_one_that_leaves_out_the_next_backward() -> None:
+    store: Any = dist.HashStore()
+    peers = [Peer(rank, "host", rank, f"node {rank}") for rank in range(2)]
+    watch = Watch(store, peers, 0, 5.0, lambda: None)
+    world: Any = _world.World.__new__(_world.World)
+    world.rank, world.size, world.peers, world._timeout_s = 0, 2, peers, 5.0
+    world._watch, world._jobs, world._broken, world._number = watch, _Answered(), "", 7
+    world.check_peers({1: 1.5}, "backward 1 of step 2")  # it looks for messages from now on
+    store.set("x/7/1", _world._HEAD.pack(b"+", 1) + b"step 2\0")
+    world.backwards = 1
+    world.exchange(b"", "step 2")
+    store.set("beat/1", "1 here")
+    watch._round()  # of the thread, which is late, too
+    world.check_peers({1: 0.5}, "backward 1 of step 3")
+    world.check_peers({1: 1.5}, "backward 1 of step 3")
+    store.set("x/8/1", _world._HEAD.pack(b"+", 1) + b"step 3\0")
+    watch._round()
+    with pytest.raises(WorldMismatchError, match="rank 1 .* is at 'step 3', but rank 0 .*"):
+        world.check_peers({1: 2.0}, "backward 1 of step 3")
+    watch.close()
 
 
 def test_a_connection_to_another_store_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from lohan.common._wake import Flag
 from lohan.world._rendezvous import is_agents_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 BEAT_S = 0.5
 # A round that took this much longer than planned means that this process was stopped itself, so
@@ -132,7 +132,8 @@ class Watch:
         self._wanted: tuple[str, ...] = ()  # keys that an exchange waits for
         self.absent: frozenset[int] = frozenset()  # ended ranks whose key is not there
         self._next_keys: tuple[str, ...] = ()  # keys of the next exchange, while bytes are awaited
-        self.early: dict[int, bytes] = {}  # what other ranks have written to their next keys
+        # What other ranks have written to keys of look_for(), and these keys.
+        self._looked: tuple[tuple[str, ...], Mapping[int, bytes]] = ((), {})
         self._released: list[tuple[str, str]] = []  # keys to write, and their marks
         self._found: list[End] = []  # ends of others to record
         self._own_end: End | None = None  # why this process no longer takes part
@@ -184,8 +185,13 @@ class Watch:
 
     def look_for(self, keys: Sequence[str]) -> None:
         """Set the keys, one of each rank, that no process should have written yet."""
-        self.early = self.early if keys else {}
         self._next_keys = tuple(keys)
+
+    @property
+    def early(self) -> Mapping[int, bytes]:
+        """What other ranks have written to the keys of look_for(), by rank."""
+        keys, found = self._looked
+        return found if keys == self._next_keys else {}
 
     def ask(self) -> None:
         """Request the phases of all processes."""
@@ -336,7 +342,7 @@ class Watch:
                 self.absent = absent
         if keys := self._next_keys:
             found = [rank for rank, key in enumerate(keys) if self._store.check([key])]
-            self.early = {r: self._store.get(keys[r]) for r in found if r != self._rank}
+            self._looked = keys, {r: self._store.get(keys[r]) for r in found if r != self._rank}
         if self._is_asked:
             self._is_asked = False
             values = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])

@@ -205,6 +205,7 @@ class World:
         self._broken = f"an exchange was interrupted ({what})"
         watch = self._watch
         if watch is not None:
+            watch.look_for(())  # messages of this exchange are no longer early
             watch.expect(self._keys(job.number))
         self._jobs.put(job)
         try:
