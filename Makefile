@@ -15,7 +15,7 @@ DEVICE ?=
 .PHONY: help demo test tier1 test-sanitized fuzz-corpora tsan test-slow test-long test-thread test-frameworks test-isa lag lint \
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
-	bench-diffusion bench-load bench-rules bench-compression sweep sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
+	bench-diffusion bench-load bench-rules bench-compression bench-clip sweep sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
 	troubles paper parity docs wheel wheel-aarch64 wheel-test dist try-install matrix newest coverage build clean what-fits
 
 help:
@@ -131,7 +131,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning bench-unpack bench-reference bench-diffusion bench-load bench-rules bench-compression: build
+bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning bench-unpack bench-reference bench-diffusion bench-load bench-rules bench-compression bench-clip: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 # It resumes from build/sweep.jsonl; ARGS="--only LlamaForCausalLM --again": one class.
