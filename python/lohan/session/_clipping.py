@@ -68,17 +68,21 @@ class Clipping:
         self._kind = _WAITS if self.waits else _RUNS
         return self.waits
 
-    def must_repeat(self, is_clipped: bool) -> bool:
-        """Return whether updates that have run must be undone: the step is clipped."""
-        is_late = is_clipped and not self.waits
-        if is_late:
+    def norm_came(self, is_clipped: bool, repeat: Callable[[], None]) -> None:
+        """Have updates that have run undone if the step is clipped.
+
+        Args:
+            is_clipped: whether the factor of the step's gradients is not 1.
+            repeat: undoes them. If it raises, they are not undone, and the caller may try again.
+        """
+        if is_clipped and not self.waits:
+            repeat()
             self.waits = True
             self.repeats += 1
             self._kind = _REPEATED
         self.was_clipped = is_clipped
         self._share_of = min(self._share_of + 1, _MEMORY)
         self._share += (is_clipped - self._share) / self._share_of
-        return is_late
 
     def closed(self) -> None:
         """Count the step, which is closed, and choose after a trial."""

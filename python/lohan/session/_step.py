@@ -216,8 +216,8 @@ class OpenStep:
         scale = self.scale.factor() * unscale
         if session.optimizer.max_grad_norm is not None:
             scale = session.optimizer.clip_scale(square_sum, scale)
-        if self.clipping is not None and self.clipping.must_repeat(scale != 1.0):
-            self._engine.repeat()
+        if self.clipping is not None:
+            self.clipping.norm_came(scale != 1.0, self._engine.repeat)
         self._engine.gradient_scale(scale)
         return True
 
