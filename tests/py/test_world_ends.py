@@ -471,7 +471,7 @@ def test_a_late_process_is_not_taken_for_one_that_leaves_out_the_next_backward()
     world.check_peers({1: 1.5}, "backward 1 of step 3")
     store.set("x/8/1", _world._HEAD.pack(b"+", 1) + b"step 3\0")
     watch._round()
-    with pytest.raises(WorldMismatchError, match="rank 1 .* is at 'step 3', but rank 0 .*"):
+    with pytest.raises(WorldMismatchError, match=r"rank 1 .* is at 'step 3', but rank 0 .*"):
         world.check_peers({1: 2.0}, "backward 1 of step 3")
     watch.close()
 
