@@ -45,6 +45,10 @@ def attach(
         in_memory: the parameters that get their values back if wrapping fails.
         undo: gets what takes the session off again, and closes it to unlock its store.
     """
+    if optimizer.origin is not None:
+        from lohan.session import _adopt
+
+        undo.callback(_adopt.restorer(optimizer.origin))
     guard = Guard(model, session, _save_pretrained)
     undo.callback(give_up, session, in_memory, lambda: _detach(model, session, optimizer, guard))
     _put_on(model, session, optimizer, guard)
@@ -79,12 +83,12 @@ def _detach(model: nn.Module, session: Training, optimizer: Any, guard: Guard) -
     _exit.sessions.discard(session)
     if guard.closer is not None:
         guard.closer.detach()
+    session.unhook()
+    guard.remove()
     if optimizer.origin is not None:
         from lohan.session import _adopt
 
         _adopt.release(optimizer.origin, session.layout, {})
-    session.unhook()
-    guard.remove()
     remove_attributes(model)
 
 

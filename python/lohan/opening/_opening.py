@@ -340,7 +340,9 @@ class Opening:
                     store = self._resume(parts)
                 else:
                     store = self._create(parts)
-                params = zip(before, self.layout.params, strict=True)
+                params = [*zip(before, self.layout.params, strict=True)]
+                back: Any = {id(param.tensor): old for old, param in params}
+                undo.callback(self.optimizer.rebind, back)
                 self.optimizer.rebind({id(old): param.tensor for old, param in params})
                 session = self._session(self.extents, store, self.directories)
                 parts.pop_all()

@@ -349,6 +349,17 @@ def retire(origin: torch.optim.Optimizer, layout: Layout) -> None:
         setattr(origin, name, _refuse(name))
 
 
+def restorer(origin: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that gives an optimizer back what retire() and release() take from it."""
+    before = dict(origin.state)
+
+    def restore() -> None:
+        origin.state.clear()
+        origin.state.update(before)
+
+    return restore
+
+
 def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int, dict[str, Any]]:
     """Return the state that torch's optimizer of the rule would have, in the parameters' dtypes.
 
