@@ -267,9 +267,24 @@ PERFORMANCE = [
         'bench-policies ARGS="--model gpt2"',
     ),
 ]
+CLIPPING = [
+    Row(
+        f'`IO(clip="{way}")`, seconds of a step, every 20th is clipped, {where}',
+        "the same without clipping",
+        f"clip_{way}_small_{end}",
+        "bench-clip",
+    )
+    for end, where in (
+        ("80mb_cpu", "drive of 400 MB/s, 80 MB of budget"),
+        ("200mb_cpu", "drive of 400 MB/s, 200 MB of budget"),
+        ("600mb_emu", "emulated accelerator, all states in memory"),
+    )
+    for way in ("wait", "repeat")
+]
 TABLES = {
     "README.md": [*IN_MEMORY, *DEEPSPEED, LORA, EMULATED],
     "docs/performance.md": PERFORMANCE,
+    "docs/settings.md": CLIPPING,
     "docs/update-rules.md": [*RULES_ON_DISK, *RULES_ALONE],
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # This script makes an environment with DeepSpeed, with which three benchmarks compare lohan, in its
-# own folder: DeepSpeed compiles its CPU Adam and its asynchronous I/O for the torch that it runs
+# own folder: DeepSpeed compiles its CPU optimizers and its asynchronous I/O for the torch that it runs
 # with, and neither is a dependency of lohan.
 #
 # Compilation takes several minutes on few cores. The results are kept in FOLDER/extensions, where
@@ -47,16 +47,16 @@ DS_ACCELERATOR=cpu DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation "deepspeed==$
 say "installing transformers $transformers_version"
 "${pip[@]}" "transformers==$transformers_version"
 
-say "compiling cpu_adam and async_io (several minutes the first time)"
+say "compiling cpu_adam, cpu_lion and async_io (several minutes the first time)"
 # PATH begins with the environment, because torch looks for ninja there.
 PATH="$folder/bin:$PATH" TORCH_EXTENSIONS_DIR="$folder/extensions" DS_ACCELERATOR=cpu \
     RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 \
     MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$python" - <<'END'
 import torch
 import deepspeed
-from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, CPULionBuilder
 
-for builder in (CPUAdamBuilder, AsyncIOBuilder):
+for builder in (CPUAdamBuilder, AsyncIOBuilder, CPULionBuilder):
     builder().load(verbose=False)
 print(f"setup: deepspeed {deepspeed.__version__} with torch {torch.__version__}")
 END

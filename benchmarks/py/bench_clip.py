@@ -106,7 +106,7 @@ def main() -> None:
     report = Report(options.history)
     for key in ("wait", "repeat"):
         report.add(
-            f"clip_{key}_{options.model}_{options.device}",
+            f"clip_{key}_{options.model}_{options.host_bytes // 10**6}mb_{options.device}",
             seconds[key],
             "s",
             peer="no clipping",

@@ -10,12 +10,17 @@ turn; lohan's time includes the flush of its last step's writes. The rows, in st
 * same_memory_zero3, same_memory_zero2: lohan in a process that takes no more memory than ZeRO-3 on
   NVMe, or ZeRO-2 with its optimizer in main memory, compared with that.
 
+With --rules lion_8bit sgd, lohan with these update rules is compared with ZeRO-3 on NVMe alone, in
+no more memory: rows same_memory_lion_8bit_zero3, with DeepSpeed's AdamW, and
+same_memory_lion_8bit_zero3_lion, with the same rule.
+
 A few settings of each peer take turns first, and the fastest one competes. Memory is that of the
 whole process (peak_memory.py): over its life, and during training, which begins after two steps and
 excludes what DeepSpeed needs to start. The limit for same_memory is the smaller of the two, and
 lohan stays within it over its whole life. The losses of all steps are compared.
 
     python benchmarks/py/bench_peers.py [--rounds 5] [--deepspeed-python VENV/bin/python]
+                                        [--rules lion_8bit sgd]
 """
 
 from __future__ import annotations
@@ -49,6 +54,8 @@ PAUSE_S = 0.05
 # The margin below a peer's memory, because runs of the same process differ.
 MARGIN_BYTES = 64 << 20
 FIT_COUNT = 3
+# DeepSpeed's optimizer, and the format of lohan's moments.
+RULES = {"lion_8bit": ("Lion", "8bit"), "sgd": ("SGD", "fp32")}
 # The maximum memory of all contestants together, with the settings that are tried.
 MEMORY_BYTES = 20_000_000_000
 # Correct bf16 trainings differed by up to 0.0006 in these steps; DeepSpeed's with its default
@@ -101,6 +108,9 @@ class Starter:
         folder: a folder on the disk to measure.
         python: DeepSpeed's interpreter; None: DeepSpeed is not compared.
         stack: ends the contestants.
+
+    Attributes:
+        rule: lohan's optimizer and the format of its moments.
     """
 
     def __init__(self, folder: str, python: str | None, stack: contextlib.ExitStack) -> None:
@@ -108,6 +118,7 @@ class Starter:
         self.python = python
         self.stack = stack
         self.count = 0
+        self.rule = ("AdamW", "fp32")
 
     def _start(
         self, name: str, command: Sequence[str | Path], environment: dict[str, str] | None = None
@@ -126,16 +137,17 @@ class Starter:
         command = [sys.executable, HERE / "torch_train.py", kind]
         return self._start(name, command, HUGE_PAGES if pages else None)
 
-    def deepspeed(self, name: str) -> Trainer:
+    def deepspeed(self, name: str, optimizer: str = "AdamW") -> Trainer:
         """Start one of deepspeed_train.SETTINGS."""
         environment = {**deepspeed_environment(self.python), **HUGE_PAGES}
-        command = [self.python, HERE / "deepspeed_train.py", name, self._directory()]
-        return self._start(name, command, environment)
+        command = [self.python, HERE / "deepspeed_train.py", name, self._directory(), optimizer]
+        title = name if optimizer == "AdamW" else f"{name}, {optimizer}"
+        return self._start(title, command, environment)
 
     def lohan(self, host_bytes: int) -> Trainer:
         """Start lohan with a budget and otherwise default settings."""
         command = [sys.executable, HERE / "lohan_train.py", self._directory(), str(host_bytes)]
-        return self._start(f"lohan, {host_bytes} bytes", command)
+        return self._start(f"lohan, {host_bytes} bytes", [*command, *self.rule])
 
 
 def best_of(names: Iterable[str], start: Callable[[str], Trainer]) -> Trainer | None:
@@ -294,6 +306,36 @@ def compare(starter: Starter, report: Report, options: argparse.Namespace) -> No
             add_row(report, row, ours, (contestants[peer], speeds[peer]), loss_difference)
 
 
+def compare_rules(starter: Starter, report: Report, options: argparse.Namespace) -> None:
+    """Compare lohan's update rules with ZeRO-3 on NVMe, in its memory."""
+    names = [name for name in deepspeed_train.SETTINGS if name.startswith("zero3")]
+    for rule in options.rules:
+        starter.rule = RULES[rule]
+        optimizer = starter.rule[0]
+        contestants: dict[str, Trainer] = {}
+        for each in ("AdamW", optimizer):
+            best = best_of(names, lambda name, each=each: starter.deepspeed(name, each))
+            if best is not None:
+                contestants[each] = best
+        small = starter.lohan(options.host_bytes)
+        limit = min(contestants.values(), key=lambda peer: peer.memory.life_bytes)
+        fitted, budget = fit(starter, small, options.host_bytes, limit)
+        small.close()
+        contestants["lohan"] = fitted
+        speeds = measure(contestants, options.rounds, options.steps)
+        for each, peer in contestants.items():
+            note(f"losses of {each}: " + " ".join(f"{loss:.4f}" for loss in peer.losses))
+        for each in [name for name in contestants if name != "lohan"]:
+            row = f"same_memory_{rule}_zero3" + ("" if each == "AdamW" else f"_{each.lower()}")
+            peer = contestants[each]
+            differs = [abs(a - b) for a, b in zip(fitted.losses, peer.losses, strict=False)]
+            close = max(differs[:CLOSE_STEPS])
+            ours = (fitted, speeds["lohan"], budget)
+            add_row(report, row, ours, (peer, speeds[each]), close)
+        for one in contestants.values():
+            one.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -301,8 +343,11 @@ def main() -> None:
     parser.add_argument("--host-bytes", type=int, default=300_000_000)
     parser.add_argument("--dir", default=None, help="folder on the disk to measure; default: build")
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
+    parser.add_argument("--rules", nargs="+", choices=RULES, help="needs --deepspeed-python")
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
+    if options.rules and not options.deepspeed_python:
+        parser.error("--rules needs --deepspeed-python")
     if options.deepspeed_python and available_bytes() < MEMORY_BYTES:
         note(
             f"{available_bytes()} bytes of memory are available, but contestants take up to"
@@ -317,7 +362,7 @@ def main() -> None:
             tempfile.TemporaryDirectory(dir=options.dir or BUILD, prefix="bench-peers-")
         )
         starter = Starter(folder, options.deepspeed_python, stack)
-        compare(starter, Report(options.history), options)
+        (compare_rules if options.rules else compare)(starter, Report(options.history), options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """DeepSpeed's ZeRO as a contestant of bench_peers.py; runs in DeepSpeed's interpreter.
 
-    python benchmarks/py/deepspeed_train.py SETTING NVME_DIRECTORY
+    python benchmarks/py/deepspeed_train.py SETTING NVME_DIRECTORY [OPTIMIZER]
 
-SETTING is one of SETTINGS. All of them use the same AdamW as the other contestants, bf16 with fp32
-masters, and no clipping (by default, DeepSpeed clips gradients to a norm of 1).
+SETTING is one of SETTINGS, and OPTIMIZER one of training.HYPERS. All settings use the same AdamW as
+the other contestants unless another optimizer is named, bf16 with fp32 masters, and no clipping (by
+default, DeepSpeed clips gradients to a norm of 1).
 """
 
 from __future__ import annotations
@@ -96,12 +97,13 @@ SETTINGS = {
 }
 
 
-def config_of(setting: str, directory: str) -> dict[str, Any]:
+def config_of(setting: str, directory: str, optimizer: str) -> dict[str, Any]:
     """Return the config for deepspeed.initialize."""
-    hyper = {key: list(v) if isinstance(v, tuple) else v for key, v in training.HYPER.items()}
+    hyper = training.HYPERS[optimizer].items()
+    params = {key: list(v) if isinstance(v, tuple) else v for key, v in hyper}
     config = {
         "train_micro_batch_size_per_gpu": training.BATCH_SHAPE[0],
-        "optimizer": {"type": "AdamW", "params": hyper},
+        "optimizer": {"type": optimizer, "params": params},
         "bf16": {"enabled": True},
         "gradient_clipping": 0.0,
         "steps_per_print": 1_000_000_000,
@@ -116,15 +118,18 @@ def config_of(setting: str, directory: str) -> dict[str, Any]:
 
 def main() -> None:
     pipe = served.answers()
-    setting, directory = sys.argv[1:]
+    setting, directory, optimizer = [*sys.argv[1:], "AdamW"][:3]
     if SETTINGS[setting].is_locked:
         os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch's locks nothing without a GPU
     import deepspeed
 
     model = training.build(torch.bfloat16)
     weights = training.fingerprint(model)
+    config = config_of(setting, directory, optimizer)
+    if optimizer == "SGD":  # torch's: DeepSpeed has none of its own
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config_of(setting, directory)
+        model=model, model_parameters=model.parameters(), config=config
     )
 
     def step(batch: training.Batch) -> torch.Tensor:

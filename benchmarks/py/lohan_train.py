@@ -1,6 +1,8 @@
 """lohan as a contestant of bench_peers.py: all states on SSD, default settings except the budget.
 
-python benchmarks/py/lohan_train.py STORE HOST_BYTES
+    python benchmarks/py/lohan_train.py STORE HOST_BYTES [OPTIMIZER MOMENTS]
+
+OPTIMIZER is one of training.HYPERS, and MOMENTS the format of its moments.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import training
 def main() -> None:
     pipe = served.answers()
     store, host_bytes = sys.argv[1], int(sys.argv[2])
+    optimizer, moments = [*sys.argv[3:], "AdamW", "fp32"][:2]
+    hyper = {**training.HYPERS[optimizer], "method": optimizer.lower(), "moments": moments}
     model = training.build(torch.bfloat16)
     weights = training.fingerprint(model)
-    model = lohan.wrap(model, store=store, host_bytes=host_bytes, **training.HYPER)
+    model = lohan.wrap(model, store=store, host_bytes=host_bytes, **hyper)
 
     def step(batch: training.Batch) -> torch.Tensor:
         loss = model(input_ids=batch, labels=batch).loss

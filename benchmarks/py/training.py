@@ -18,6 +18,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# Of each optimizer, by DeepSpeed's name of it.
+HYPERS: dict[str, dict[str, Any]] = {
+    "AdamW": HYPER,
+    "Lion": {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.01},
+    "SGD": {"lr": 1e-2},
+}
 BATCH_SHAPE = (4, 128)
 # Few batches are repeated, so that the loss falls if they are really learned.
 BATCH_COUNT = 8

@@ -257,7 +257,8 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
         if row["clip"]:
             found[f"norm {step}"] = float(model.optimizer.grad_norm)
         session.flush()
-        session.open_step.was_clipped = False  # with clip="repeat": the next step does not wait
+        if session.open_step.clipping is not None:
+            session.open_step.clipping.was_clipped = False  # the next step does not wait
         for link, nbytes in session.stats().bytes.items():
             for kind in moved:
                 moved[kind] += nbytes if link.startswith(kind) else 0

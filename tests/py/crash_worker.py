@@ -18,8 +18,7 @@ from typing import Any
 
 import lohan
 import torch
-from lohan.session import _training
-from lohan.session._step import OpenStep
+from lohan.common._inside import inside
 from orphans import end_with
 from torch import nn
 
@@ -118,15 +117,23 @@ def train_until_repeated(
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    class Repeated(OpenStep):
-        def _repeat_unless(self, is_right: bool) -> None:
-            before = self.clip_repeats
-            super()._repeat_unless(is_right)
-            if moment == "undone" and self.clip_repeats > before:
-                kill()
+    class Killed:
+        """An engine that has undone a step when the process is killed."""
 
-    _training.OpenStep = Repeated
+        def __init__(self, engine: Any) -> None:
+            self.engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.engine, name)
+
+        def repeat(self) -> None:
+            self.engine.repeat()
+            kill()
+
     wrapped: Any = lohan.wrap(build(), resume=resume, lr=1e-2, **settings)
+    session = inside(wrapped)
+    if moment == "undone":
+        session.open_step._engine = Killed(session.engine)
     pipe.send(("open", wrapped.lohan.step, digest(wrapped)))
     while wrapped.lohan.step < 6:
         train_step(wrapped, wrapped.lohan.step)

@@ -20,6 +20,7 @@ from lohan.errors import (
     StepError,
     UnsupportedError,
 )
+from lohan.session._clipping import Clipping
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -422,6 +423,44 @@ def test_repeated_steps_have_the_bits_of_those_that_wait_and_are_counted(
     # steps 1 and 4 are repeated; those after a clipped one wait: 2, 3 and 5
     assert (repeated.clip_repeats, repeated.clip_waits) == (2, 3)
     assert (stats.clip_repeats, stats.clip_waits) == (0, 0)
+
+
+def clipping_after(steps: int, times: dict[str, float], is_clipped: Any) -> Clipping:
+    """Return the choices after steps whose times depend on whether they wait or are repeated."""
+    now = 0.0
+    clipping = Clipping(speaks=False, clock=lambda: now)
+    for step in range(steps):
+        kind = "waits" if clipping.begin() else "runs"
+        kind = "repeated" if clipping.must_repeat(is_clipped(step)) else kind
+        now += times[kind]
+        clipping.closed()
+    return clipping
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "every", "waits"), [(1.2, 1000, False), (0.9, 1000, True), (1.2, 3, True)]
+)
+def test_updates_wait_for_the_norm_where_that_was_measured_to_be_faster(
+    wait_s: float, every: int, waits: bool
+) -> None:
+    times = {"runs": 1.0, "waits": wait_s, "repeated": 2.5}
+    clipping = clipping_after(60, times, lambda step: step % every == every - 1)
+    assert clipping.wait_count >= 5  # those of the trial
+    clipping.was_clipped = False
+    assert clipping.begin() == waits
+
+
+def test_what_was_chosen_is_measured_again() -> None:
+    now = 0.0
+    clipping = Clipping(speaks=False, clock=lambda: now)
+    chosen = []
+    for step in range(600):
+        waits = clipping.begin()
+        chosen.append(waits)
+        assert not clipping.must_repeat(False)
+        now += (0.9 if step < 260 else 1.1) if waits else 1.0
+        clipping.closed()
+    assert chosen[100:250] == [True] * 150 and chosen[300:500] == [False] * 200
 
 
 @pytest.mark.parametrize("on_nan", ["raise", "skip"])

@@ -47,7 +47,8 @@ class StepStats:
         bound_by: "compute", "ssd", "optimizer" or "copies": the busiest resource.
         clip_repeats: with IO(clip="repeat"), how many steps of the session so far were repeated
             because of max_grad_norm.
-        clip_waits: how many steps waited for their norm, because the step before was clipped.
+        clip_waits: how many steps waited for their norm, because the step before was clipped or
+            because waiting was measured to be faster.
     """
 
     step: int

@@ -28,6 +28,7 @@ from lohan.torch_glue._tensor import at_backward_end, in_backward
 
 if TYPE_CHECKING:
     from lohan.common._rules import Hyper
+    from lohan.session._clipping import Clipping
     from lohan.session._training import Training
 
 
@@ -45,13 +46,8 @@ class OpenStep:
         gradients: the stand-ins in p.grad.
         scale: the factor of the gradients.
         hypers: the hyper-parameters that updates use, by group; None: no gradient has come.
-        was_clipped: with IO(clip="repeat"), whether the last step was clipped: this one then waits.
-        clip_repeats: how many steps were repeated with it.
-        clip_waits: how many steps waited for their norm with it.
+        clipping: the choices of IO(clip="repeat"); None without it.
     """
-
-    clip_repeats = 0
-    clip_waits = 0
 
     def __init__(self, session: Training, engine: _core.Engine, accumulation: Accumulation) -> None:
         self._session = session
@@ -60,9 +56,11 @@ class OpenStep:
         self.accumulation = accumulation
         self.backward = "none"
         self.hypers: list[Hyper] | None = None
-        self._is_repeatable = session.config.clip == "repeat"
-        self.was_clipped = False
-        self._waits = False  # whether no update of the open step has run with the factor 1
+        self.clipping: Clipping | None = None
+        if session.config.clip == "repeat":
+            from lohan.session._clipping import Clipping
+
+            self.clipping = Clipping(session.speaks)
         # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
         self._tail: torch.Tensor | None = None
         config = session.config
@@ -134,10 +132,8 @@ class OpenStep:
     def gradient_came(self) -> None:
         """Handle the first gradient of a step: the updates use the current hyper-parameters."""
         _gradients.refuse_graphs()
-        if self._is_repeatable:
-            self._waits = self.was_clipped
-            self._engine.repeat_wait(self._waits)
-            self.clip_waits += self._waits
+        if self.clipping is not None:
+            self._engine.repeat_wait(self.clipping.begin())
         self._hyper_set(self._session.optimizer.hypers())
 
     def _hyper_set(self, hypers: list[Hyper]) -> None:
@@ -184,7 +180,7 @@ class OpenStep:
                 f" {now}, but updates already used the former. Change them after step() or before"
                 " backward (learning-rate schedulers: after step())"
             )
-        if (self.is_waiting or self._is_repeatable) and not self._scale(unscale):
+        if (self.is_waiting or self.clipping is not None) and not self._scale(unscale):
             return
         self.gradients.hide()
         more: dict[str, Any] = {}
@@ -202,6 +198,8 @@ class OpenStep:
         self.accumulation.reset()
         self.scale.reset()
         self._await_updates()
+        if self.clipping is not None:
+            self.clipping.closed()
         for extension in session.extensions:
             extension.closed(session)
 
@@ -218,18 +216,10 @@ class OpenStep:
         scale = self.scale.factor() * unscale
         if session.optimizer.max_grad_norm is not None:
             scale = session.optimizer.clip_scale(square_sum, scale)
-        if self._is_repeatable:
-            self._repeat_unless(scale == 1.0)
+        if self.clipping is not None and self.clipping.must_repeat(scale != 1.0):
+            self._engine.repeat()
         self._engine.gradient_scale(scale)
         return True
-
-    def _repeat_unless(self, is_right: bool) -> None:
-        """Undo updates that ran with the factor 1, unless that is right."""
-        if not is_right and not self._waits:
-            self._engine.repeat()
-            self._waits = True
-            self.clip_repeats += 1
-        self.was_clipped = not is_right
 
     def skip(self, square_sum: float) -> None:
         """Discard the open step, because a gradient is not finite."""
@@ -278,7 +268,7 @@ class OpenStep:
         self._session.check_open()
         if not in_backward() and (
             self.backward == "running"
-            or ((self.is_waiting or self._is_repeatable) and self._peers.has_gradients())
+            or ((self.is_waiting or self.clipping is not None) and self._peers.has_gradients())
         ):
             self.abort()
         elif self._engine.status()["has_gradients"]:

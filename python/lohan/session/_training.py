@@ -307,11 +307,11 @@ class Training:
         """Return times and bytes of this session's last finished step; zeros before the first."""
         raw, workers = self.engine.stats(), self.workers
         stats = StepStats.none(workers) if raw is None else StepStats.make(raw, workers)
-        step = self.open_step
-        counted = dataclasses.replace(
-            stats, clip_repeats=step.clip_repeats, clip_waits=step.clip_waits
-        )
-        return self.peers.stats(counted)
+        if (clipping := self.open_step.clipping) is not None:
+            stats = dataclasses.replace(
+                stats, clip_repeats=clipping.repeats, clip_waits=clipping.wait_count
+            )
+        return self.peers.stats(stats)
 
     def plan(self) -> Plan | None:
         """See Session.plan."""

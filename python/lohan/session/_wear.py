@@ -146,8 +146,9 @@ class Wear(Extension):
         self.look()
         if not self.keeps:
             return {}
-        if session.open_step.clip_repeats > self._repeats:
-            self._repeats, self._last_repeated = session.open_step.clip_repeats, session.step + 1
+        clipping = session.open_step.clipping
+        if clipping is not None and clipping.repeats > self._repeats:
+            self._repeats, self._last_repeated = clipping.repeats, session.step + 1
         self.count.roll()
         more = self._open_bytes(session.step) + self._writes.committed
         more += self._of_step(session.step + 1) - self._writes.of_step(session.step + 1)
