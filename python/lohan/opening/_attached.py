@@ -45,10 +45,6 @@ def attach(
         in_memory: the parameters that get their values back if wrapping fails.
         undo: gets what takes the session off again, and closes it to unlock its store.
     """
-    if optimizer.origin is not None:
-        from lohan.session import _adopt
-
-        undo.callback(_adopt.restorer(optimizer.origin))
     guard = Guard(model, session, _save_pretrained)
     undo.callback(give_up, session, in_memory, lambda: _detach(model, session, optimizer, guard))
     _put_on(model, session, optimizer, guard)

@@ -65,7 +65,7 @@ def wrapped(request: Request) -> nn.Module:
         apart, config = _split(model, config, facts, undo)
         if zeroth is not None:
             zeroth.split(apart)
-        if apart.splits and request.optimizer is not None:
+        if request.optimizer is not None:
             from lohan.session import _adopt
 
             undo.callback(_adopt.split(request.optimizer, apart))
@@ -340,9 +340,7 @@ class Opening:
                     store = self._resume(parts)
                 else:
                     store = self._create(parts)
-                params = [*zip(before, self.layout.params, strict=True)]
-                back: Any = {id(param.tensor): old for old, param in params}
-                undo.callback(self.optimizer.rebind, back)
+                params = zip(before, self.layout.params, strict=True)
                 self.optimizer.rebind({id(old): param.tensor for old, param in params})
                 session = self._session(self.extents, store, self.directories)
                 parts.pop_all()

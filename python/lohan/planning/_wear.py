@@ -165,13 +165,11 @@ class StepWrites:
         committed: the bytes of a step that is committed, with its commit.
         between: the bytes of a step that is not.
         every: steps between commits; 0: never.
-        repeated: the bytes that a step writes in addition, at most, if its updates are repeated.
     """
 
     committed: int
     between: int
     every: int
-    repeated: int = 0
 
     @property
     def mean(self) -> int:

@@ -2,8 +2,7 @@
 
 [Note: Counted writes] The bytes are those that the engine counts for each step (stats()), read once
 per step, just before the next one is closed. A step whose statistics were replaced before that, and
-a commit between steps, count with what the plan says, which of a step that is repeated
-(IO(clip="repeat")) is the most that it writes. Filling a store, snapshots and exports do not
+a commit between steps, count with what the plan says. Filling a store, snapshots and exports do not
 count. A session counts if it prints what it has done when it is closed, if it has wear_budget=, or
 if an earlier session had. In the last two cases each commit has the number of bytes up to and
 including its step. After a kill, what was written since that commit is missing.
@@ -97,8 +96,6 @@ class Wear(Extension):
         self._engine, self._store, self._writes = engine, store, writes
         self._committed = int(store.describe()["step"])
         self._spill_max = self._saved_max = 0
-        self._repeats = 0  # the steps that were repeated
-        self._last_repeated = -1  # the last one of them
 
     def keep(self, found: Any, limit: Limit | None) -> None:
         """Continue the count of earlier sessions.
@@ -119,7 +116,7 @@ class Wear(Extension):
         if raw is not None and raw["step"] > self._seen:
             step = raw["step"]
             for missed in range(self._seen + 1, step):
-                self.add(self._of_step(missed))
+                self.add(self._writes.of_step(missed))
             self.add(sum(raw[f"{link}_bytes"] for link in WRITES))
             spilled = sum(raw[f"{link}_bytes"] for link in _OF_SPILLS)
             self._spill_max = max(self._spill_max, spilled)
@@ -146,22 +143,12 @@ class Wear(Extension):
         self.look()
         if not self.keeps:
             return {}
-        clipping = session.open_step.clipping
-        if clipping is not None and clipping.repeats > self._repeats:
-            self._repeats, self._last_repeated = clipping.repeats, session.step + 1
         self.count.roll()
-        more = self._open_bytes(session.step) + self._writes.committed
-        more += self._of_step(session.step + 1) - self._writes.of_step(session.step + 1)
-        return {"wear": self.count.as_list(more)}
-
-    def _of_step(self, step: int) -> int:
-        """Return the bytes of a step that the engine has not counted yet."""
-        is_repeated = step == self._last_repeated
-        return self._writes.of_step(step) + (self._writes.repeated if is_repeated else 0)
+        return {"wear": self.count.as_list(self._open_bytes(session.step) + self._writes.committed)}
 
     def _open_bytes(self, step: int) -> int:
         """Return the bytes of the closed steps, up to `step`, that the engine is still at."""
-        return sum(map(self._of_step, range(self._seen + 1, step + 1)))
+        return sum(map(self._writes.of_step, range(self._seen + 1, step + 1)))
 
     def closed(self, session: Training) -> None:
         """Commit the step that was just closed if it is the last one that the budget allows."""
@@ -206,7 +193,7 @@ class Wear(Extension):
     @property
     def next_bytes(self) -> int:
         """The bytes that a further step, and a commit after it, write at most."""
-        return self._writes.committed + self._writes.repeated + self._spill_max
+        return self._writes.committed + self._spill_max
 
     def admit(self, session: Training) -> None:
         """Raise an error if the next step is not allowed.
@@ -272,14 +259,12 @@ def writes_of(
     layout = session.layout
     units = _wear.written_of(layout.units, states, rule)
     is_served = _device.parse(session.config.device)[0] != "cpu"
-    updates = _wear.update_bytes(units)
     return StepWrites(
-        updates + int(session.store.describe()["commit_bytes"]),
+        _wear.update_bytes(units) + int(session.store.describe()["commit_bytes"]),
         _wear.between_bytes(
             units, session.budget if budget is None else budget, host_sizes(layout.units, is_served)
         ),
         session.config.commit_steps if every is None else every,
-        updates if session.config.clip == "repeat" else 0,
     )
 
 
