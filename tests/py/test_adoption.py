@@ -19,6 +19,7 @@ import pytest
 import torch
 from lohan import errors
 from lohan.common import _exit
+from lohan.layout import _experts
 from lohan.opening import _attached
 from lohan.session import _adopt
 from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss
@@ -388,6 +389,39 @@ def test_a_wrap_that_fails_leaves_optimizer_and_model_as_they_were(workshop: Wor
     for index, state in before["state"].items():
         for key, value in state.items():
             assert torch.equal(after["state"][index][key], value)
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.Adagrad])
+def test_a_wrap_that_fails_after_the_state_was_taken_gives_it_back(
+    kind: Callable[..., Any], workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*args: Any) -> None:
+        raise MemoryError("planned")
+
+    plain, model = late(torch.float32), late(torch.float32)
+    theirs, ours = kind(plain.parameters(), lr=0.01), kind(model.parameters(), lr=0.01)
+    assert train(plain, theirs, range(STEPS)) == train(model, ours, range(STEPS))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="planned"):
+        patch.setattr(_experts.Apart, "begin", planned)
+        lohan.wrap(model, optimizer=ours, store=workshop.folder / "failing")
+    steps = range(STEPS, 2 * STEPS + 2)
+    assert train(model, ours, steps) == train(plain, theirs, steps)
+
+
+def test_a_wrap_of_an_empty_model_that_fails_leaves_the_optimizer_its_parameters(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*args: Any) -> None:
+        raise MemoryError("planned")
+
+    with lohan.empty():
+        model = Late()
+    optimizer = AdamW(model.parameters())
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="planned"):
+        patch.setattr(_attached, "attach", planned)
+        lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "failing", init="model")
+    lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "s", init="model")
+    assert {*map(id, optimizer.param_groups[0]["params"])} == {*map(id, model.parameters())}
 
 
 def test_an_optimizer_of_an_empty_model_gets_the_parameters(workshop: Workshop) -> None:

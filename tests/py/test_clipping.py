@@ -525,6 +525,7 @@ def test_a_step_with_updates_that_is_not_finite_leaves_the_bits_of_a_run_without
 @pytest.mark.parametrize(
     ("why", "settings"),
     [
+        ("IO(single_slot=True)", {"io": lohan.IO(clip="repeat", single_slot=True)}),
         ("schedule='auto'", {"schedule": "auto"}),
         ("gradient_accumulation_steps=", {"gradient_accumulation_steps": 2}),
         ("loss_scaling=True", {"loss_scaling": True}),
@@ -535,9 +536,8 @@ def test_a_step_with_updates_that_is_not_finite_leaves_the_bits_of_a_run_without
 def test_where_steps_cannot_be_repeated_updates_wait_and_a_line_says_why(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str], why: str, settings: dict[str, Any]
 ) -> None:
-    model = lohan.wrap(
-        Scaled(), store=store_dir / "s", max_grad_norm=1.0, io=lohan.IO(clip="repeat"), **settings
-    )
+    settings = {"io": lohan.IO(clip="repeat"), **settings}
+    model = lohan.wrap(Scaled(), store=store_dir / "s", max_grad_norm=1.0, **settings)
     assert f"IO(clip='repeat') has no effect, because of {why}" in capfd.readouterr().err
     assert inside(model).config.schedule in SCHEDULES_AT_STEP
     model.lohan.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
+import re
 from typing import Any
 
 import kit as helper
@@ -194,8 +195,18 @@ def test_groups_say_which_matrices_are_updated_so_and_keep_it(store_dir: pathlib
         lohan.wrap(model, method="muon", store=store_dir / "a", params=groups)
     with pytest.raises(ModelError, match="finds none in this model: pass groups with use_muon"):
         lohan.wrap(nn.Linear(8, 8), method="muon", store=store_dir / "a")
-    with pytest.raises(HyperParameterError, match="adjust_lr_fn 'rms' must be None, 'original'"):
-        lohan.wrap(model, method=lohan.Muon(adjust_lr_fn="rms"), store=store_dir / "a")
+    for how in ("rms", ["original"]):
+        named = re.escape(f"adjust_lr_fn {how!r} must be None, 'original'")
+        with pytest.raises(HyperParameterError, match=named):
+            method = lohan.Muon(adjust_lr_fn=how)  # type: ignore[arg-type]
+            lohan.wrap(model, method=method, store=store_dir / "a")
+    for option in ("amsgrad", "maximize"):  # of a group that AdamW updates
+        groups = [
+            {"params": [first.weight, second.weight], "use_muon": True},
+            {"params": [first.bias, second.bias], "use_muon": False, option: True},
+        ]
+        with pytest.raises(UnsupportedError, match=f"{option}=True .*is AdamW with {option}=False"):
+            lohan.wrap(model, method=MUON, store=store_dir / "a", params=groups)
     with pytest.raises(UnsupportedError, match="not supported with method='muon': leave moments="):
         lohan.wrap(model, method="muon", moments="8bit", store=store_dir / "a")
 
@@ -216,6 +227,9 @@ def test_groups_say_which_matrices_are_updated_so_and_keep_it(store_dir: pathlib
     model = build()
     with pytest.raises(StoreMismatchError):
         groups = groups_of(model[2], model)
+        lohan.wrap(model, method="muon", store=store_dir / "b", params=groups, resume=True)
+    with pytest.raises(StoreMismatchError, match="the same groups in the same order"):
+        groups = groups_of(model[0], model)[::-1]
         lohan.wrap(model, method="muon", store=store_dir / "b", params=groups, resume=True)
 
 

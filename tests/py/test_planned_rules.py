@@ -23,7 +23,16 @@ from lohan.commands import _inspect
 from lohan.common._inside import inside
 from lohan.common._rules import RULES
 from lohan.errors import LohanError, MachineError
-from lohan.planning import _machines, _models, _plan, _quick, _several, _wear, _world
+from lohan.planning import (
+    _machines,
+    _models,
+    _plan,
+    _quick,
+    _several,
+    _wear,
+    _world,
+    _world_wrap,
+)
 from lohan.session._hooks import Planned
 from lohan.session._wear import writes_of
 from lohan.simulate import Options, check, simulate
@@ -206,6 +215,21 @@ def test_the_first_answer_and_several_gpus_count_the_moments_of_the_rule(kind: s
         assert products_s <= other.step_s <= one.step_s + 2 * products_s  # of each of two processes
 
 
+def test_nodes_that_divide_states_divide_the_products_of_matrices() -> None:
+    slow = ("worker_count=1", "node_count=2", "net_bytes_per_s=100 GB/s")
+    here = _machines.change(_machines.load("paper-4090"), slow)
+    model = small(batch=2000).with_rule("muon", "fp32")  # GPUs take longer than AdamW
+    predict = functools.partial(_quick.step, states="fp32", rule="muon")
+    whole, divided = (
+        _several.row(
+            model, _several.works_of(model), here, _world_wrap.Setting("off", each), predict
+        )
+        for each in ("all", "parameters")
+    )
+    assert whole.bound_by == "cpu"
+    assert 0.5 <= divided.step_s / whole.step_s < 0.7
+
+
 def test_matrices_are_known_however_a_model_is_described() -> None:
     """Muon leaves embeddings and heads to AdamW, and Adafactor has factors of them."""
     pytest.importorskip("transformers")
@@ -219,6 +243,19 @@ def test_matrices_are_known_however_a_model_is_described() -> None:
     muon = run.with_rule("muon", "fp32")
     table = 128256 * 2048  # llama-1b's head is the embedding
     assert muon.all_moment_bytes == pytest.approx(4 * (run.param_count + table), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dit-0.67b", "flux-dev", "sd3-medium"])
+def test_blocks_of_a_diffusion_transformer_consist_of_matrices(name: str) -> None:
+    model = _quick.sketch(name, 1, 64)
+    assert model is not None
+    for block in model.blocks[1:-1]:
+        matrices = [rows * columns for x in block.layers for rows, columns in x.matrices]
+        vectors = sum(layer.param_count for layer in block.layers) - sum(matrices)
+        assert 0 <= vectors < sum(matrices) / 100
+    muon = model.with_rule("muon", "fp32")
+    assert muon.all_moment_bytes < 1.2 * model.with_rule("lion", "fp32").all_moment_bytes
+    assert muon.products_count(*muon.layers) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

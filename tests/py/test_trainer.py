@@ -198,6 +198,8 @@ def test_without_clipping_updates_may_run_as_gradients_arrive(store_dir: pathlib
     assert logs["optimized"] == logs["deferred"]
     with pytest.raises(UnsupportedError, match=r"schedule='optimized'.*max_grad_norm=1\.0"):
         helper.make(store_dir / "refused", {"schedule": "optimized"}).train()
+    with pytest.raises(UnsupportedError, match=r"IO\(clip='repeat'\) .*: leave clip= out"):
+        helper.make(store_dir / "clip", {"io": lohan.IO(clip="repeat")})
 
 
 def test_bf16_runs_under_autocast_and_no_cast_of_a_weight_is_kept(store_dir: pathlib.Path) -> None:

@@ -158,6 +158,30 @@ def test_a_commit_of_a_stopped_run_has_all_of_its_steps(store_dir: pathlib.Path)
     model.lohan.close()
 
 
+def test_a_budget_has_room_for_a_step_that_is_made_again(
+    store_dir: pathlib.Path, silent: None
+) -> None:
+    given: Any = {"max_grad_norm": 1e-6, "io": lohan.IO(clip="repeat")}  # the first step exceeds it
+    model = lohan.wrap(build(), store=store_dir / "a", **given)
+    committed = writes_of(inside(model)).committed
+    most = 2 * committed - inside(model).store.describe()["commit_bytes"]
+    model.lohan.close()
+    for steps, limit in ((0, committed + 1), (1, most)):
+        given["io"] = lohan.IO(clip="repeat", wear_budget=limit)
+        model = lohan.wrap(build(), store=store_dir / f"{steps}", **given)
+        with pytest.raises(lohan.WearBudgetError):
+            train(model, 2)
+        inside(model).flush()
+        assert model.lohan.step == model.lohan.stats().clip_repeats == steps
+        wear = kit.wear_of(model)
+        wear.look()
+        assert wear.count.total <= limit
+        model.lohan.close()
+    again = lohan.wrap(build(), store=store_dir / "1", resume=True)
+    assert kit.wear_of(again).count.total >= wear.count.total
+    again.lohan.close()
+
+
 def test_commits_by_hand_are_left_to_the_program(store_dir: pathlib.Path) -> None:
     given: dict[str, Any] = {"commit_every": "manual", "host_bytes": _least_bytes(store_dir)}
     model = lohan.wrap(build(), store=store_dir / "a", **given)

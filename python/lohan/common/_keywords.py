@@ -448,7 +448,7 @@ class OfCallback(Settings, total=False):
     moments: Literal["fp32", "bf16", "8bit", "4bit"]
     experts: Literal["together", "apart"]
     idle: Literal["exact", "skip"]
-    method: str | MeZO | SGD | Adagrad | RMSprop | Adafactor
+    method: str | MeZO | SGD | Adagrad | RMSprop | Adafactor | Muon
     eps: float | tuple[float | None, float]
 
 

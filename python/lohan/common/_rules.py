@@ -202,15 +202,15 @@ class Rule:
             UnsupportedError: there is such an option; the message names it.
         """
         rule = self.of(group)
-        if rule is not self:
-            return
-        for name, value in self.fixed.items():
+        for name, value in rule.fixed.items():
+            if rule is not self and name in self.defaults:
+                continue  # a hyper-parameter of the run's other groups, which this one ignores
             if group.get(name, value) != value:
                 if name == "decoupled_weight_decay" and group["weight_decay"] == 0:
                     continue  # without weight decay, Adam and AdamW are the same
                 raise UnsupportedError(
                     f"{name}={group[name]!r} in a parameter group is not supported: lohan's"
-                    f" optimizer is {self.title} with {name}={value!r}{_WAYS_OUT.get(name, '')}"
+                    f" optimizer is {rule.title} with {name}={value!r}{_WAYS_OUT.get(name, '')}"
                 )
 
     def check(self, hyper: Hyper) -> None:

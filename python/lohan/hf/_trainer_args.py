@@ -164,6 +164,11 @@ _ROWS: tuple[_Row, ...] = (
         'optim={f.optim!r} cannot be used with method="mezo", which has its own update rule: leave'
         " optim out",
     ),
+    (
+        lambda f: not f.is_zeroth and f.config.clip == "repeat",
+        "IO(clip='repeat') is not supported by a Trainer, which computes the norm of all gradients"
+        " itself, before any update: leave clip= out",
+    ),
     # What changes parameters where lohan does not see it.
     (
         lambda f: f.args.torch_compile,

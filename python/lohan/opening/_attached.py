@@ -79,12 +79,12 @@ def _detach(model: nn.Module, session: Training, optimizer: Any, guard: Guard) -
     _exit.sessions.discard(session)
     if guard.closer is not None:
         guard.closer.detach()
+    session.unhook()
+    guard.remove()
     if optimizer.origin is not None:
         from lohan.session import _adopt
 
         _adopt.release(optimizer.origin, session.layout, {})
-    session.unhook()
-    guard.remove()
     remove_attributes(model)
 
 

@@ -180,7 +180,8 @@ ROWS = (
     # Zeroth-order training has neither gradients nor moments.
     *map(_of_method, OF_METHOD),
     *map(_of_adamw, ("betas", "max_grad_norm", "optimizer")),
-    *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every", "order", "sum_order")),
+    *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every")),
+    *map(_of_gradients, ("order", "sum_order", "clip")),
     Row(
         "moments={f.states!r}",
         MEZO,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lohan.errors import HyperParameterError, ModelError
+from lohan.errors import HyperParameterError, ModelError, StoreMismatchError
 from lohan.layout import _experts
 from lohan.opening._groups import groups_of
 from lohan.store import _scalars
@@ -61,7 +61,7 @@ def with_matrices(
                 " (use_muon=False)"
             )
         how = group.get("adjust_lr_fn", hyper.get("adjust_lr_fn"))
-        if how not in _RATIOS:
+        if not isinstance(how, str | None) or how not in _RATIOS:
             raise HyperParameterError(
                 f"adjust_lr_fn {how!r} must be None, 'original' or 'match_rms_adamw'"
             )
@@ -107,9 +107,19 @@ def resume(
         optimizer: the optimizer, whose groups are changed.
         group_of: the group of each parameter, by its index.
         store: the store that is resumed.
+
+    Raises:
+        StoreMismatchError: a group of matrices is in the place of another one.
     """
     state, _ = _scalars.parse(store.describe()["caller_scalars"])
     groups = optimizer.param_groups
+    chosen = [group["use_muon"] for group in groups]
+    then = state.get("use_muon", chosen)
+    if len(then) == len(chosen) and then != chosen:  # of another number, restore() says so
+        raise StoreMismatchError(
+            f"the groups of params= have use_muon={chosen}, but those of the store {then}: pass the"
+            " same groups in the same order"
+        )
     for index, (group, was) in enumerate(zip(groups, state.get("adjust_lr_fn", ()), strict=False)):
         now = group.get("adjust_lr_fn")
         if not group["use_muon"] or (now or "original") == (was or "original"):

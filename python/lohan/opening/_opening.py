@@ -65,7 +65,7 @@ def wrapped(request: Request) -> nn.Module:
         apart, config = _split(model, config, facts, undo)
         if zeroth is not None:
             zeroth.split(apart)
-        if apart.splits and request.optimizer is not None:
+        if request.optimizer is not None:
             from lohan.session import _adopt
 
             undo.callback(_adopt.split(request.optimizer, apart))

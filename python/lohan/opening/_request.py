@@ -235,6 +235,7 @@ def _why_clipping_waits(config: Config, request: Request, processes: int) -> str
         f"schedule={config.schedule!r}": config.schedule != _PLAIN.schedule,
         "gradient_accumulation_steps=": config.sums_gradients,
         "loss_scaling=True": config.loss_scaling,
+        "IO(single_slot=True)": config.commit_every == "never",
         f"commit_every={config.commit_every!r}": config.commit_every not in ("auto", 1),
         "experts='apart'": request.experts == "apart",
         f"method={request.rule!r}": rule.is_of_whole,

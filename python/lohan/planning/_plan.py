@@ -432,8 +432,9 @@ def dit(name: str, *, layers: int, hidden: int, batch: int, tokens: int = DIT_TO
         2 * batch * hidden * (tokens * DIT_PATCH_VALUES + DIT_FREQUENCIES + hidden),
         0,
     )
-    modulation = Layer(
-        "modulation", 6 * square + 6 * hidden, 12 * batch * square, 6 * batch * hidden * HALF_BYTES
+    saved = 6 * batch * hidden * HALF_BYTES
+    modulation = _matrix_layer(
+        "modulation", hidden, 6 * hidden, 6 * hidden, 12 * batch * square, saved
     )
     block = Block((modulation, *_transformer_layers(hidden, tokens, batch)))
     final = Layer(

@@ -182,6 +182,7 @@ def row(
     base = dataclasses.replace(machine, node_count=1)
     ratio = 1.0
     if nodes > 1 or setting.replicas != "all":
+        works = [dataclasses.replace(work, products_count=products) for work in works]
         plain = _formula_s(works, base, Setting(setting.share, "all"))
         ratio = _formula_s(works, machine, setting) / plain
     if ratio > 2 and nodes > 1:

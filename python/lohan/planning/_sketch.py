@@ -178,16 +178,33 @@ def _diffusion(config: dict[str, Any], name: str, batch: int) -> Model:
         # Each token passes one stream's weights; both streams have their own.
         streams = 2 if weights == _shapes.TWO_STREAMS else 1
         products = weights // streams * square
+        each, wide = (hidden, hidden), (4 * hidden, hidden)
+        # One stream has a product of what attention and the MLP return together.
+        inside = [each, wide, wide[::-1]] * 2 if streams == 2 else [wide, (hidden, 5 * hidden)]
+        modulated = (modulation // streams * hidden, hidden)
         return Block(
             (
-                Layer("modulation", modulation * square, 2 * batch * modulation * square, 0),
-                Layer("qkv", 3 * streams * square, 6 * tokens * square, 7 * unit),
+                Layer(
+                    "modulation",
+                    modulation * square,
+                    2 * batch * modulation * square,
+                    0,
+                    matrices=(modulated,) * streams,
+                ),
+                Layer(
+                    "qkv",
+                    3 * streams * square,
+                    6 * tokens * square,
+                    7 * unit,
+                    matrices=(each,) * 3 * streams,
+                ),
                 Layer("attention", 0, 4 * tokens * seq * hidden, unit),
                 Layer(
                     "mlp",
                     weights * square - 3 * streams * square,
                     2 * tokens * (products - 3 * square),
                     10 * unit,
+                    matrices=tuple(inside),
                 ),
                 Layer("output", 0, 0, unit, is_inter_block=True),
             )

@@ -46,6 +46,8 @@ class Work:
         micro_steps: the number of micro-batches of this GPU in a step.
         state_block_bytes: the bytes of the states of 64 trained parameters: of bf16 ones and AdamW,
             the rest of the fp32 master and both moments.
+        products_count: how many parameters AdamW updates in the time of the products of matrices of
+            an update of all parameters.
     """
 
     param_count: int
@@ -60,6 +62,7 @@ class Work:
     first_params: int
     micro_steps: int = 1
     state_block_bytes: int = 640
+    products_count: int = 0
 
     def state_bytes(self, count: int) -> int:
         """Return the bytes of the states of `count` parameters."""

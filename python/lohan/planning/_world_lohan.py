@@ -11,7 +11,8 @@ ranks of a node send for one parameter:
 
 These are LoHan's eq. 4 and 5 if N = G = 1. Where updates may be deferred, a share of the work of
 updates is in the next forward instead, whichever share gives the shortest step. The update of the
-unit that forward needs first is not hidden: its gradients are the last ones of backward.
+unit that forward needs first is not hidden: its gradients are the last ones of backward. Under a
+rule of matrices P also has the time of their products, which that unit, an embedding, has not.
 
 Source: LoHan eq. 1-5; the terms with N and G are lohan's own.
 """
@@ -42,6 +43,7 @@ class Moved:
     state_written: int
     spilled: int  # swapped activations that main memory cannot hold
     updated: float  # parameters that a node updates
+    products: float = 0  # what the products of their matrices take, in parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ def stages(
     rates, gpus = Rates.of(machine), machine.gpu_count
     messages = work.unit_count
     update_ssd = moved.state_read / rates.read + moved.state_written / rates.write
-    update_cpu = moved.updated / machine.adam_params_per_s
+    update_cpu = (moved.updated + moved.products) / machine.adam_params_per_s
     spill_out, spill_in = moved.spilled / rates.write, moved.spilled / rates.read
     read = moved.pass_read / rates.read
     forward = {

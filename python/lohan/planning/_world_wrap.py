@@ -115,6 +115,7 @@ def _moved(work: Work, machine: Machine, setting: Setting) -> tuple[_world_lohan
         state_written=rewritten if is_on_ssd else 0,
         spilled=spilled,
         updated=updated,
+        products=work.products_count * stores if is_whole else work.products_count // nodes,
     )
     return moved, held + swapped - spilled
 
@@ -130,13 +131,13 @@ def _times(
         ]
         forward, backward = min(tried, key=lambda two: max(two[0].values()) + max(two[1].values()))
         return forward, backward, {"cpu": _world_lohan.turn_s(work, machine, moved)}
-    without = dataclasses.replace(moved, state_read=0, state_written=0, updated=0)
+    without = dataclasses.replace(moved, state_read=0, state_written=0, updated=0, products=0)
     forward, backward = _world_lohan.stages(work, machine, without, 0.0)
     rates = _world_lohan.Rates.of(machine)
     values = sent(work, machine, setting).values
     update = {
         "ssd": moved.state_read / rates.read + moved.state_written / rates.write,
-        "cpu": moved.updated / machine.adam_params_per_s,
+        "cpu": (moved.updated + moved.products) / machine.adam_params_per_s,
         "net": _world.net_s(values, work.unit_count, machine),
     }
     return forward, backward, update

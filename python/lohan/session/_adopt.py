@@ -186,10 +186,10 @@ def split(origin: torch.optim.Optimizer, apart: Apart) -> Callable[[], None]:
     """Give an optimizer the experts' parts of parameters that were split, with views of its state.
 
     Returns:
-        A function that undoes it.
+        A function that undoes it, and what wrap() does with the optimizer after that.
     """
     before = [(group, group["params"]) for group in origin.param_groups]
-    states: dict[torch.Tensor, Any] = {}
+    states = dict(origin.state)
     parts = {id(whole): each for whole, each in apart.wholes()}
     for group, params in before:
         group["params"] = [part for each in params for part in parts.get(id(each), [each])]
@@ -197,7 +197,6 @@ def split(origin: torch.optim.Optimizer, apart: Apart) -> Callable[[], None]:
         state = origin.state.pop(whole, None)
         if not state:
             continue
-        states[whole] = state
         for number, part in enumerate(slices):
             origin.state[part] = {
                 key: value[number] if key in _MOMENTS and value is not None else value
@@ -207,9 +206,7 @@ def split(origin: torch.optim.Optimizer, apart: Apart) -> Callable[[], None]:
     def undo() -> None:
         for group, params in before:
             group["params"] = params
-        for _, slices in apart.wholes():
-            for part in slices:
-                origin.state.pop(part, None)
+        origin.state.clear()
         origin.state.update(states)
 
     return undo

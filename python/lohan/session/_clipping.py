@@ -9,6 +9,8 @@ that are clipped, updates wait from then on if
     t_run + r (t_again - t_run) > t_wait,
 
 until both are measured again. The numbers that are trained do not depend on it.
+
+A step that is repeated writes its updates twice, for which wear_budget= needs room.
 """
 
 from __future__ import annotations
@@ -16,9 +18,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log
+from lohan.session._wear import Wear, writes_of
+
+if TYPE_CHECKING:
+    from lohan.session._training import Training
 
 # Steps before the first trial, of one half of a trial, and from one trial to the next.
 WARM_UP, TRIAL, AGAIN = 8, 5, 250
@@ -58,6 +65,10 @@ class Clipping:
         self._times: dict[str, deque[float]] = {
             kind: deque(maxlen=TRIAL - 1) for kind in (_RUNS, _WAITS, _REPEATED)
         }
+
+    def counts(self, session: Training) -> ClippedWear:
+        """Return what counts the writes of the session that has these choices."""
+        return ClippedWear(session, self)
 
     def begin(self) -> bool:
         """Return whether the updates of the step that begins wait."""
@@ -115,3 +126,36 @@ class Clipping:
                 f" {wait_s:.3g} s if they do and {expected_s:.3g} s if they do not; both are"
                 f" measured again in {AGAIN - 2 * TRIAL} steps"
             )
+
+
+class ClippedWear(Wear):
+    """What a session has written whose steps may be repeated."""
+
+    def __init__(self, session: Training, clipping: Clipping) -> None:
+        """Begin to count."""
+        writes = writes_of(session)
+        super().__init__(session.engine, session.store, writes)
+        self._clipping = clipping
+        self._again = writes.committed - int(session.store.describe()["commit_bytes"])
+        self._repeats, self._repeated = 0, -1  # the repeated steps, and the last one of them
+
+    @property
+    def next_bytes(self) -> int:
+        """The bytes that a further step, which may be repeated, and its commit write at most."""
+        return super().next_bytes + self._again
+
+    def state(self, session: Training) -> Mapping[str, Any]:
+        """Return the count for the commit of the step that is being closed; see Wear.state."""
+        said = super().state(session)
+        if self._clipping.repeats == self._repeats:
+            return said
+        self._repeats, self._repeated = self._clipping.repeats, session.step + 1
+        if not said:
+            return said
+        total, day, of_day = said["wear"]
+        return {"wear": [total + self._again, day, of_day + self._again]}
+
+    def _open_bytes(self, step: int) -> int:
+        """Return the bytes of the closed steps, up to `step`, that the engine is still at."""
+        is_open = self._seen < self._repeated <= step
+        return super()._open_bytes(step) + (self._again if is_open else 0)

@@ -91,6 +91,8 @@ def _report(full: Callable[[], dict[str, int]], *facts: Any) -> None:
 
 
 def _adamw(session: Training) -> Wear:
+    if session.open_step.clipping is not None:
+        return session.open_step.clipping.counts(session)
     return Wear(session.engine, session.store, writes_of(session))
 
 
