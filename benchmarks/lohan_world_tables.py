@@ -39,6 +39,11 @@ SCALED_MODEL, SCALED_BATCH = "10B", 64
 SCALED_LEAST = 0.9
 PLANNED = "planned, not implemented"
 DIVIDED, REPLICATED = (_world_wrap.Setting("on", name) for name in ("parameters", "all"))
+WRAPPED = [
+    one._replace(sum_order=order)
+    for one in (DIVIDED, REPLICATED)
+    for order in ("sequential", "tree")
+]
 
 
 def several_gpus(options: world_lohan.Options) -> tuple[Step, float]:
@@ -85,11 +90,10 @@ class Place:
         return own.step_s
 
     def wrapped_s(self) -> float:
-        """Return the seconds of a step of lohan.wrap with the faster setting of replicas=."""
+        """Return the seconds of a step of lohan.wrap with its fastest setting."""
         work = fcdp_tables.work_of(self.model, self.batch, self.is_lora)
         here = fcdp_tables.machine_of(self.nodes, self.network)
-        settings = (DIVIDED, REPLICATED)
-        return min(_world_wrap.step(work, here, setting).step_s for setting in settings)
+        return min(_world_wrap.step(work, here, setting).step_s for setting in WRAPPED)
 
     def gain(self, policy: str, own_s: float) -> float:
         """Return how much faster than a policy's step own_s is; 0 if the policy finds no room."""
@@ -189,10 +193,12 @@ has {own:.0f} TFLOP/s. lohan has not run on several GPUs.
 VERSUS_TEXT = """\
 How much faster a step is than that of each policy (below 1: slower), from the least to the largest
 over GPT-10B to GPT-30B, 8 GPUs a node and micro-batches of 8, as in FCDP V-B. All of it is
-calculated. The first columns are what `lohan.wrap` does with `Parallel(share=True)`, and with the
-faster one of `shard_optimizer=True` and `False`. The columns headed "planned, not implemented" add
-up the gradients of a node's GPUs before they are sent, which no setting of `lohan.wrap` does. Steps
-do not have to fit the GPU here, so that all policies can be compared.
+calculated. The first columns are what `lohan.wrap` does with `Parallel(share=True)` and the fastest
+choice of `shard_optimizer=` and `sum_order=`: with `sum_order="tree"` a node sends the sum of its
+GPUs' gradients, in fp32. The columns headed "planned, not implemented" have equal shards of states
+and updates that overlap with the next forward, and may round these sums to 16 bits, which no
+setting of `lohan.wrap` does. Steps do not have to fit the GPU here, so that all policies can be
+compared.
 """
 SCALING_TEXT = """\
 The time of a step on one node over that on several, with as much work for each GPU: GPT-10B, full

@@ -196,6 +196,17 @@ static bool leaves_ascend(const uint64_t *leaves, uint32_t count)
     return true;
 }
 
+/* Whether nodes of a tree have a number each, in ascending order; otherwise with a Python error. */
+static bool are_nodes(uint32_t node_count, const uint64_t *leaves, uint32_t leaf_count)
+{
+    if (!leaves_ascend(leaves, leaf_count))
+        return false;
+    if (node_count == leaf_count && node_count > 0)
+        return true;
+    PyErr_Format(PyExc_ValueError, "%u nodes have %u numbers", node_count, leaf_count);
+    return false;
+}
+
 /*
  * sums_tree(param, first, count, addresses, leaves, dtype): set a part of a sum to that of nodes of
  * a tree. leaves: for each node, the number of a micro-batch in it, in ascending order.
@@ -216,12 +227,9 @@ static PyObject *sums_tree(PyObject *object, PyObject *args)
                   LHPY_ARG(dtype, .max = LH_DTYPE_F16)) < 0)
         return NULL;
     if (lhpy_index_check("param", index, self->param_count) < 0 ||
-        !part_is_there(self, index, false, first, count) || !leaves_ascend(leaves, leaf_count))
+        !part_is_there(self, index, false, first, count) ||
+        !are_nodes(node_count, leaves, leaf_count))
         goto out;
-    if (node_count != leaf_count || node_count == 0) {
-        PyErr_Format(PyExc_ValueError, "%u nodes have %u numbers", node_count, leaf_count);
-        goto out;
-    }
     self->params[index].sum_state = SUM_STATE_SUMMED;
     float *sum = sum_of(&self->params[index]) + first;
     Py_BEGIN_ALLOW_THREADS
@@ -413,9 +421,35 @@ static PyObject *partial_add(PyObject *Py_UNUSED(module), PyObject *args)
     return list;
 }
 
+/*
+ * partial_tree(sum, addresses, leaves, count): set the fp32 elements at the address sum to those of
+ * nodes of a tree, in fp32, as sums_tree() does. Any thread may call this.
+ */
+static PyObject *partial_tree(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    float *sum = NULL;
+    const void **nodes = NULL;
+    uint64_t count = 0, *leaves = NULL;
+    uint32_t node_count = 0, leaf_count = 0;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(sum),
+                  LHPY_ARG_ROWS("addresses", nodes, node_count, address_table),
+                  LHPY_ARG_ROWS("leaves", leaves, leaf_count, leaf_table), LHPY_ARG(count)) < 0)
+        return NULL;
+    bool is_right = are_nodes(node_count, leaves, leaf_count);
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        lh_sum_of_tree(sum, nodes, leaves, node_count, LH_DTYPE_F32, count);
+        Py_END_ALLOW_THREADS
+    }
+    lhpy_free(&address_table, nodes, node_count);
+    lhpy_free(&leaf_table, leaves, leaf_count);
+    return is_right ? Py_NewRef(Py_None) : NULL;
+}
+
 PyMethodDef lhpy_sums_functions[] = {
     {"partial_add", partial_add, METH_VARARGS,
      "partial_add(sums, stride, first, leaves, next, gradient, dtype, count) -> leaves"},
+    {"partial_tree", partial_tree, METH_VARARGS, "partial_tree(sum, addresses, leaves, count)"},
     {NULL, NULL, 0, NULL},
 };
 

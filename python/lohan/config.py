@@ -467,6 +467,7 @@ class ReplicaConfig(SharedConfig):
         part_count: the number of parts into which the optimizer's states are divided.
         part: which of them this process has, from 0; with share="on", which its machine has.
         owners: the ranks that have parameters; with divided states, in the order of the parts.
+        machines: by rank, the number of the process's machine.
         holds_backward: whether all gradients of a backward may have to wait for other processes in
             memory: some processes have modules that others lack.
     """
@@ -474,6 +475,7 @@ class ReplicaConfig(SharedConfig):
     part_count: int = 1
     part: int = 0
     owners: tuple[int, ...] = ()
+    machines: tuple[int, ...] = ()
     holds_backward: bool = False
 
     @property

@@ -115,6 +115,16 @@ def test_a_range_of_micro_batches_consists_of_few_nodes() -> None:
             assert len(nodes) <= 2 * count.bit_length()
             most = max(len(nodes_of(first, part)) for part in range(1, count + 1))
             assert places_of(first, count) == most
+    # Of two machines, the second one has micro-batches 6, 7, and 8 to 11.
+    two = Tree(4, 3, [0, 0, 1, 1], 2.0)
+    assert [two.nodes_of_machine(ranks) for ranks in two.machines[::2]] == [[0, 4], [6, 8]]
+    assert (two.copies, Tree(4, 3).copies) == (2, 2)
+    for machines in ([0, 0, 0, 0], [0, 1, 0, 1], []):  # one machine; ranks that are not in a row
+        assert not Tree(4, 3, machines, 2.0).has_machines
+    sizes = {size: Tree(4, 1, [0, 0, 1, 1], size).copies for size in (2.0, 4.0)}
+    assert sizes == {2.0: 0, 4.0: 1}  # two gradients in 16 bits are no more than their sum
+    many = Tree(80, 1, [rank // 40 for rank in range(80)], 2.0).machines
+    assert {len(ranks) for ranks in many} == {32, 8}
     assert (Tree(2, 1).copies, Tree(2, 4).copies, Tree(4, 3).copies) == (0, 1, 2)
 
 
@@ -129,6 +139,73 @@ def test_a_process_sends_its_partial_sums_once_a_step(
         assert sent == planned
         values = size * nodes[rank] * params * (count - 1)
         assert values <= sent < 1.02 * values
+
+
+# Processes and machines, and for each run micro-batches of each process, dtype, and the nodes of a
+# machine; 0: each process sends its own gradients, which are no more bytes.
+MACHINES = [
+    (4, 2, [(1, "float32", 1)]),
+    (4, 2, [(1, "bfloat16", 0), (3, "bfloat16", 2), (4, "bfloat16", 1)]),
+    (6, 2, [(2, "float32", 2)]),
+    (8, 2, [(1, "bfloat16", 1)]),
+]
+
+
+def _check_sent(
+    found: list[dict[str, Any]], machines: int, size: int, nodes: int, settings: dict[str, str]
+) -> None:
+    """Check the bytes that processes have sent, of which machines have as many each.
+
+    Args:
+        found: what each process has sent.
+        machines: the number of machines.
+        size: that of an element.
+        nodes: the sums that a machine sends; 0: each process sends its gradients.
+        settings: what the processes share and divide.
+    """
+    each, params = len(found) // machines, found[0]["count"]
+    out = [0, 0, 0]  # of all machines: bytes of messages, of gradients, and of new parameters
+    for rank, one in enumerate(found):
+        assert one["states"] == found[0]["states"]
+        assert one["to"] == {to: planned[0] for to, planned in one["planned to"].items()}
+        assert one["sent"] == one["planned"] == sum(one["to"].values())
+        for to, planned in one["planned to"].items():
+            if to // each != rank // each:
+                out = [total + nbytes for total, nbytes in zip(out, planned, strict=True)]
+    stores = 1 if "share" in settings else each  # of a machine
+    divided = "replicas" in settings
+    gradient = 4 * nodes if nodes else size * each
+    receivers = 1 if divided else stores * machines
+    assert out[1] == gradient * params * (machines - 1) * receivers
+    assert out[2] == (size * params * (machines - 1) * stores if divided else 0)
+    assert out[0] < 1.02 * (out[1] + out[2])
+
+
+@pytest.mark.parametrize(
+    ("count", "machines", "cases"), MACHINES, ids=("two", "some", "three", "four")
+)
+def test_a_machine_sends_the_sums_of_its_processes_once(
+    tmp_path: pathlib.Path, count: int, machines: int, cases: list[tuple[int, str, int]]
+) -> None:
+    """Whatever is shared and divided, the states are those of one process, bit for bit."""
+    rows = [(str(tmp_path / f"{at}"), *row[:2]) for at, row in enumerate(cases)]
+    told = run(tmp_path, count, world_sums.sent_all, rows, nodes=machines)
+    whole = [(f"{name}-one", k * count, dtype) for name, k, dtype in rows]
+    expected = run(tmp_path, 1, world_sums.states_of_one, whole, count)[0]
+    for at, (_, dtype, nodes) in enumerate(cases):
+        size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+        for way, settings in world_sums.MACHINE_WAYS.items():
+            found = [each[at, way] for each in told]
+            assert found[0]["states"] == expected[at], (at, way)
+            _check_sent(found, machines, size, nodes, settings)
+
+
+def test_a_second_gradient_in_a_backward_is_not_sent_in_place_of_the_first_one(
+    tmp_path: pathlib.Path,
+) -> None:
+    for said in run(tmp_path, 2, world_sums.repeated, str(tmp_path / "run")):
+        assert said.startswith("True GradientError: parameter 'inner.")
+        assert "has several gradients in one backward" in said and "use_reentrant=False" in said
 
 
 def test_any_number_of_processes_has_one_hash(tmp_path: pathlib.Path) -> None:

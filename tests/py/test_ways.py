@@ -53,6 +53,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("tree", "between", 2),
         ("tree", "step", 2),
         ("tree", "turns", 2),
+        ("nodes tree", "backward", 4),
+        ("machines tree", "backward", 4),
         ("machines tree", "between", 4),
     ],
 )

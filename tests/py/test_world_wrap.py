@@ -80,6 +80,45 @@ def test_what_a_card_sends_is_what_processes_of_other_nodes_lack() -> None:
             assert abs(found.values - values / nodes) <= 1, (nodes, gpus, setting)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "micro_steps", "size"),
+    [
+        (2, 1, 1, 2),  # gradients, as in the sequential order
+        (2, 2, 1, 4),  # those of two GPUs are as many bytes as their sum
+        (2, 8, 1, 4),
+        (4, 8, 4, 4),
+        (2, 4, 3, 8),  # micro-batches 0 to 7 and 8 to 11, and 12 to 15 and 16 to 23
+        (2, 3, 1, 6),  # GPU 2 alone, so that two sums are more than three gradients
+        (3, 6, 1, 8),  # micro-batches 6 and 7, 8 to 11: two sums are less than six gradients
+        (3, 5, 1, 10),  # eight sums of three nodes are no less than fifteen gradients
+        (3, 7, 1, 12),
+    ],
+)
+def test_in_the_order_of_a_tree_a_node_sends_few_sums(
+    nodes: int, gpus: int, micro_steps: int, size: int
+) -> None:
+    work, machine = dataclasses.replace(WORK, micro_steps=micro_steps), world(nodes, gpus)
+    for share, replicas, _ in SETTINGS:
+        stores = 1 if share == "on" else gpus
+        found = sent(work, machine, Setting(share, replicas, "tree"))
+        receivers = (nodes - 1) * stores if replicas == "all" else (nodes - 1) / nodes
+        assert found.gradients == int(size * 800 * receivers)
+        assert found.values == sent(work, machine, Setting(share, replicas)).values
+
+
+def test_sums_are_sent_in_the_backward_of_the_last_micro_batch() -> None:
+    work = dataclasses.replace(WORK, backward_flop=30 * 10**12)
+    machine = dataclasses.replace(
+        world(2, 1), gpu_flop_per_s=10**12, net_bytes_per_s=8, net_latency_ns=0
+    )
+    setting = Setting("off", "all")
+    one_by_one = _world_wrap.step(work, machine, setting)
+    summed = _world_wrap.step(work, machine, setting._replace(sum_order="tree"))
+    assert one_by_one.backward_s == pytest.approx(3 * 2 * 800 / 8)
+    # Two of three micro-batches take 20 s; they are two nodes.
+    assert summed.backward_s == pytest.approx(20 + 2 * 4 * 800 / 8)
+
+
 def test_ssd_bytes_and_memory_of_a_node_follow_the_table() -> None:
     machine = world(2, 3, host_bytes=1)  # everything is on SSDs
     expected = {
@@ -91,11 +130,11 @@ def test_ssd_bytes_and_memory_of_a_node_follow_the_table() -> None:
     for setting in SETTINGS:
         step = _world_wrap.step(WORK, machine, setting)
         stores = 1 if setting.share == "on" else 3
-        read, written = expected[setting]
+        read, written = expected[setting[:2]]
         spilled = step.traffic.ssd_write - written
         assert step.traffic.ssd_read - spilled == read + 2 * 3 * 2 * 1000 * stores, setting
     rich = world(2, 3, host_bytes=10**9)
-    needs = {s: _world_wrap.step(WORK, rich, s).host_bytes for s in SETTINGS}
+    needs = {s[:2]: _world_wrap.step(WORK, rich, s).host_bytes for s in SETTINGS}
     assert needs["off", "all"] == 3 * needs["on", "all"]
     assert min(needs, key=lambda setting: needs[setting]) == ("on", "parameters")
 
@@ -120,12 +159,13 @@ def test_each_resource_that_is_slow_bounds_the_step_and_is_named() -> None:
 
 
 def test_only_settings_that_differ_are_offered() -> None:
-    assert _world_wrap.settings_of(world(1, 2)) == [
+    assert [setting[:2] for setting in _world_wrap.settings_of(world(1, 2))] == [
         ("off", "all"),
         ("off", "parameters"),
         ("on", "all"),
     ]
-    assert _world_wrap.settings_of(world(2, 1)) == [("off", "all"), ("off", "parameters")]
+    apart = [setting[:2] for setting in _world_wrap.settings_of(world(2, 1))]
+    assert apart == [("off", "all"), ("off", "parameters")]
     assert _world_wrap.settings_of(world(2, 2)) == [*SETTINGS]
 
 

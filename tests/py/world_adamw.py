@@ -43,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
 # The same with partial sums.
 TREES: dict[str, dict[str, Any]] = {
     "tree": {"env": TREE},
+    "nodes tree": {"env": TREE, "nodes": 2},
     "machines tree": {"env": {**ON, **DIVIDED, **TREE}, "nodes": 2},
 }
 GATHERED: dict[str, Any] = {"env": {**ON, GATHER: "shards"}}

@@ -62,7 +62,8 @@ class Trailer(NamedTuple):
         step: the step, from 0 for gradients and from 1 for new parameters.
         micro: the backward in the step, from 0.
         number: the piece.
-        failed: 1 if the sender's backward has failed, else 0.
+        failed: 1 if the sender's backward has failed, else 0. In sums of several processes, bit i
+            says so of the i-th of them.
         bits: for each part, whether it is there.
     """
 
@@ -139,8 +140,8 @@ class Draft:
         self._checksum = 0
 
     def put(self, part: Part, flat: torch.Tensor) -> None:
-        """Copy a part from its parameter's values, which are flat, in main memory, in its dtype."""
-        values = flat[part.first : part.first + part.count].contiguous()
+        """Copy a part from its parameter's values, flat in main memory, in the part's dtype."""
+        values = flat[part.first : part.first + part.count].to(part.dtype).contiguous()
         is_next = part.offset == self._summed
         if part.offset < self._summed:  # a part is put again
             self._summed = self._checksum = 0

@@ -16,6 +16,11 @@ micro-batches of a process, and B the bytes of a parameter's states: 10 with Ada
 | sums of gradients in main memory | 4 T S | 4 T / N |
 | places for new parameters there | 0 | 2 T S |
 
+With sum_order="tree" the first row has g T in place of 2 T k G, where g is 4 bytes for each partial
+sum that a node sends ([Note: Sums of machines] in layout/_partial_sums.py), or 2 G if it sends
+gradients. With k > 1 each process has its partial sums in memory, and they are sent in the backward
+of its last micro-batch.
+
 With replicas="all" updates may be in the next forward; with replicas="parameters" they run between
 backward and forward. Times are those of LoHan's eq. 4 and 5 (_world_lohan).
 """
@@ -25,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
+from lohan.layout._partial_sums import Tree
 from lohan.planning import _world, _world_lohan
 from lohan.planning._world import HALF_BYTES, Step, Traffic, Work
 
@@ -43,10 +49,12 @@ class Setting(NamedTuple):
 
     share: str
     replicas: str
+    sum_order: str = "sequential"
 
     def __str__(self) -> str:
         share, shards = self.share == "on", self.replicas == "parameters"
-        return f"Parallel(share={share}, shard_optimizer={shards})"
+        tree = ', sum_order="tree"' if self.sum_order == "tree" else ""
+        return f"Parallel(share={share}, shard_optimizer={shards}{tree})"
 
 
 SETTINGS = tuple(
@@ -76,12 +84,32 @@ class Sent(NamedTuple):
     values: int
 
 
+def _tree(work: Work, machine: Machine) -> Tree:
+    """Return the partial sums of a run on a machine."""
+    gpus, count = machine.gpu_count, _world.rank_count(machine)
+    return Tree(count, work.micro_steps, [rank // gpus for rank in range(count)], HALF_BYTES)
+
+
+def _gradient_bytes(work: Work, machine: Machine, setting: Setting) -> int:
+    """Return what a node sends of a parameter's gradient; where nodes differ, the most."""
+    gpus = machine.gpu_count
+    if setting.sum_order != "tree":
+        return HALF_BYTES * work.micro_steps * gpus
+    tree = _tree(work, machine)
+    most = 0
+    for first in range(0, len(tree.nodes), gpus):
+        sources = {*map(tuple, tree.machines[first : first + gpus])}
+        nodes = sum(len(tree.nodes_of_machine(ranks)) for ranks in sources)
+        most = max(most, nodes * (_FP32_BYTES if tree.copies else HALF_BYTES))
+    return most
+
+
 def sent(work: Work, machine: Machine, setting: Setting) -> Sent:
     """Return what a node's card sends."""
     nodes, gpus = machine.node_count, machine.gpu_count
     stores = 1 if setting.share == "on" else gpus
     whole = HALF_BYTES * work.trainable_count
-    given = whole * work.micro_steps * gpus * (nodes - 1)
+    given = _gradient_bytes(work, machine, setting) * work.trainable_count * (nodes - 1)
     if setting.replicas == "all":
         return Sent(given * stores, 0)
     return Sent(given // nodes, whole * stores * (nodes - 1) // nodes)
@@ -99,6 +127,8 @@ def _moved(work: Work, machine: Machine, setting: Setting) -> tuple[_world_lohan
     if _world.rank_count(machine) == 1:
         sums = 0  # a process alone passes each gradient to its update
     p16 = HALF_BYTES * work.param_count
+    if setting.sum_order == "tree":
+        sums += _FP32_BYTES * trained * gpus * _tree(work, machine).places
     in_memory = stores * p16 + sums + work.state_bytes(updated)
     buffers = 2 * HALF_BYTES * work.unit_params * stores
     swapped = gpus * work.swapped_bytes
@@ -120,19 +150,28 @@ def _moved(work: Work, machine: Machine, setting: Setting) -> tuple[_world_lohan
     return moved, held + swapped - spilled
 
 
+def _after_others(work: Work, setting: Setting, backward: dict[str, float]) -> dict[str, float]:
+    """Let the network wait for the last micro-batch of backward, if it sends partial sums then."""
+    if setting.sum_order != "tree":
+        return backward
+    others = max(seconds for name, seconds in backward.items() if name != "net")
+    before = (work.micro_steps - 1) / work.micro_steps * others
+    return {**backward, "net": backward["net"] + before if backward["net"] else 0.0}
+
+
 def _times(
     work: Work, machine: Machine, setting: Setting, moved: _world_lohan.Moved
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Return how long each resource is busy in forward, in backward and after it."""
     if setting.replicas == "all":  # updates may be deferred to the next forward
-        tried = [
-            _world_lohan.stages(work, machine, moved, share / _SHARES)
-            for share in range(_SHARES + 1)
-        ]
+        shares = (share / _SHARES for share in range(_SHARES + 1))
+        both = (_world_lohan.stages(work, machine, moved, share) for share in shares)
+        tried = [(forward, _after_others(work, setting, backward)) for forward, backward in both]
         forward, backward = min(tried, key=lambda two: max(two[0].values()) + max(two[1].values()))
         return forward, backward, {"cpu": _world_lohan.turn_s(work, machine, moved)}
     without = dataclasses.replace(moved, state_read=0, state_written=0, updated=0, products=0)
     forward, backward = _world_lohan.stages(work, machine, without, 0.0)
+    backward = _after_others(work, setting, backward)
     rates = _world_lohan.Rates.of(machine)
     values = sent(work, machine, setting).values
     update = {

@@ -102,7 +102,7 @@ class Divided(Whole):
 
         began = time.monotonic_ns()
         _values.Pass(self._values, session.step, present, read, engine.given_put, done).run()
-        self.peers.exchange.waited(began)
+        self.peers.exchange.meter.waited(began)
 
     def aborted(self) -> None:
         """Forget what the processes have said of the step."""

@@ -6,8 +6,9 @@ gradients as autograd made them, and adds those of all processes in that order b
 sums have the same bits in all processes, and the bits of one process that runs all micro-batches
 (accumulate=). No process adds for another one, and no sum is rounded on the way. With
 sum_order="tree", micro-batch j of rank r has the number r * k + j, with k micro-batches in each
-process, and a process sends the sums of its own ([Note: Partial sums] in _partials.py). The others
-then take part in one exchange per step, with the last micro-batch, or in step() if there are fewer.
+process, and a process sends the sums of its own ([Note: Partial sums] in _partials.py), or one of a
+machine those of all its processes ([Note: Collectors] in _routes.py). The others then take part in
+one exchange per step, with the last micro-batch, or in step() if there are fewer.
 
 [Note: Room for pieces] A process asks for the next WINDOW_COUNT pieces of each other process, in
 order, and holds them until it has its own. It has as many buffers for its own pieces: if all are on
@@ -35,20 +36,13 @@ import functools
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lohan import _core
-from lohan.common._stats import Traffic
 from lohan.common._wake import Bell
-from lohan.errors import (
-    GradientError,
-    LohanError,
-    PeerStepError,
-    SessionError,
-    StepError,
-)
+from lohan.errors import GradientError, LohanError, PeerStepError, SessionError, StepError
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._gradient_pieces import (
     Trailer,
@@ -57,7 +51,17 @@ from lohan.layout._gradient_pieces import (
     memory_of,
     pieces_of,
 )
-from lohan.replicas._contributions import Filled, checked, terms_of
+from lohan.layout._partial_sums import Tree
+from lohan.replicas._contributions import (
+    Filled,
+    Message,
+    add_up,
+    checked,
+    failed_in,
+    second_gradient,
+    terms_of,
+)
+from lohan.replicas._meter import Meter
 from lohan.replicas._partials import Partials
 from lohan.replicas._routes import Routes, ValueRoute, routes_to_adders
 from lohan.world._rendezvous import SAY_AFTER_S
@@ -68,7 +72,6 @@ if TYPE_CHECKING:
 
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Piece
-    from lohan.layout._partial_sums import Tree
     from lohan.world._world import World
 
 _POLL_S = 0.1
@@ -88,6 +91,7 @@ class Exchange:
         turns: how many micro-batches the next backward has.
         turn: the micro-batch of the backward that the next gradients are of.
         wire: the connections to the other processes.
+        meter: counts what is sent and received.
     """
 
     def __init__(
@@ -115,33 +119,34 @@ class Exchange:
         """
         self._world = world
         self._is_cut = is_cut
-        self._tree = tree
-        self._copies = tree.copies if tree is not None else 0
-        self.keeps = self._copies > 0
+        self._tree = tree = tree if tree is not None else Tree(world.size, 0)
+        self._copies, self._machines, self.keeps = tree.copies, tree.machines, tree.is_kept
+        # By rank: whose gradients a message from there has, and which nodes.
+        self._sources = tree.sources(world.rank)
+        # The processes and nodes whose sums a collector sends: [Note: Collectors] in _routes.py.
+        self._together = tree.machines[world.rank]
+        self._relayed = tree.nodes_of_machine(self._together)
         self._engine = engine
         self._params = {param.index: param for param in params}
-        self._part_of = part_of
-        self._owners = owners
+        self._part_of, self._owners = part_of, owners
         self._lay([param.index for param in reversed(params)])
         self._order: list[int] | None = []  # in which gradients come; None: it is known
-        everybody = range(world.size)
         self._is_adder = world.rank in self._owners
-        # Those whose gradients this process adds.
-        self._others = [rank for rank in everybody if rank != world.rank and self._is_adder]
+        # Those whose messages this process gets.
+        self._others = [rank for rank, numbers in self._routes.of.items() if numbers]
         given = params, self._copies
         largest, count = buffer_bytes(*given), buffer_count(*given)
-        count_of = tree.count if tree is not None else 0
-        self._partials = Partials(params, world.rank, count_of) if self.keeps else None
+        self._partials = Partials(params, world.rank, tree.count) if self.keeps else None
         self._lock = threading.Lock()  # of all that follows, and of the pieces
         self._news = Bell()  # something has changed for which the training thread may wait
-        self._free = [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
-        self._free_in = {
-            rank: [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
-            for rank in self._others
-        }
         self._buffer_count = count
-        self._largest = largest
+        self._buffer = functools.partial(torch.empty, largest, dtype=torch.uint8)
+        self._free = [self._buffer() for _ in range(count)]
+        self._free_in = {rank: [self._buffer() for _ in range(count)] for rank in self._others}
+        relays = count if any(self._routes.relays) else 0
+        self._free_relays = [self._buffer() for _ in range(relays)]
         self._errors: list[tuple[int | None, BaseException]] = []
+        self.meter = Meter()
         self.rounds = 0
         self.turns, self.turn = 1, 0
         self.on_wait: Callable[[bool], object] = bool
@@ -149,14 +154,8 @@ class Exchange:
         self._failed: set[int] = set()  # processes whose backward has failed
         self._is_broken = False  # an error has left pieces on their way
         self._is_closed = False
-        self._sent_bytes = 0
-        self._received_bytes = 0
-        self._send_busy_ns = 0
-        self._peer_wait_ns = 0
-        self._sends = 0  # messages that are being sent
-        self._sends_since = 0  # when the first of them began
         self.wire = Wire(world, self._on_error)
-        self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._complete: queue.SimpleQueue[tuple[Any, int] | None] = queue.SimpleQueue()
         self._adder = threading.Thread(target=self._add, name="lohan-add", daemon=True)
         self._adder.start()
         self.forget()
@@ -165,14 +164,15 @@ class Exchange:
         """Divide the gradients into pieces, in the order of these parameters."""
         self._routes = self._routes_of(order)
         self._pieces = self._routes.pieces
-        counts = {len(nodes) for nodes in self._tree.nodes} if self.keeps and self._tree else set()
-        # By number of nodes: the pieces of a process that has as many.
+        sent = [*(nodes for _, nodes in self._sources), self._relayed]
+        counts = {len(nodes) for nodes in sent} if self._copies else set()
+        # By number of nodes: the pieces of a message that has as many.
         self._repeated = {n: [piece.repeated(n) for piece in self._pieces] for n in counts}
 
     def _routes_of(self, order: Sequence[int]) -> Routes:
         params = [self._params[index] for index in order]
         rank, size = self._world.rank, self._world.size
-        given = rank, size, params, self._owners, self._part_of
+        given = rank, size, params, self._owners, self._part_of, self._machines
         return routes_to_adders(*given, is_cut=self._is_cut, copies=self._copies)
 
     # --- A step -------------------------------------------------------------------------------
@@ -196,20 +196,14 @@ class Exchange:
         mine = [self._piece_from(rank, place) for place in range(len(self._pieces))]
         to_each = zip(mine, routes.to, strict=True)
         sent = sum(piece.message_bytes * len(to) for piece, to in to_each)
+        for place, to in enumerate(routes.relays):
+            sent += self._repeated_of(self._relayed, place).message_bytes * len(to) if to else 0
         return sent + len(routes.listeners) * self._world.size
-
-    @property
-    def traffic(self) -> Traffic:
-        """What all exchanges so far have taken."""
-        with self._lock:
-            now = time.monotonic_ns()
-            busy_ns = self._send_busy_ns + (now - self._sends_since if self._sends else 0)
-            return Traffic(self._sent_bytes, self._received_bytes, busy_ns, self._peer_wait_ns)
 
     @property
     def backwards(self) -> int:
         """A number of backwards that have ended, which is the same in all processes after each."""
-        if self._tree is None:
+        if self._tree.count == 0:
             return self.rounds
         return self.rounds * self._tree.count + (0 if self._is_settled else self._micro)
 
@@ -271,22 +265,6 @@ class Exchange:
         self._sequence += count
         return self._sequence - count
 
-    def count(self, *, sent: int, received: int) -> None:
-        """Count the bytes of other messages."""
-        with self._lock:
-            self._sent_bytes += sent
-            self._received_bytes += received
-
-    def count_sends(self, change: int) -> None:
-        """Count messages that begin to be sent, or as a negative number those that were sent."""
-        now = time.monotonic_ns()
-        with self._lock:
-            if self._sends == 0:
-                self._sends_since = now
-            self._sends += change
-            if self._sends == 0:
-                self._send_busy_ns += now - self._sends_since
-
     def give_up(self, error: BaseException, what: str) -> None:
         """Refuse further steps, and tell the other processes, which may wait for this one.
 
@@ -330,12 +308,13 @@ class Exchange:
         if self._partials is not None:
             self._keep(self._partials, index, flat)
             return
-        if parts:
-            self._check_dtype(index, flat, parts[0][2].dtype)
-        for piece, position, part in parts:
+        self._check_dtype(index, flat, self._params[index].tensor.dtype)
+        for piece, position, _ in parts:
             number = self._at[piece, self.turn]
             own = self._own_of(number)
-            own.draft.put(part, flat)
+            if position in own.there:
+                raise second_gradient(self._params[index].name)
+            own.draft.put(own.piece.parts[position], flat)
             own.there.add(position)
             is_last = number == self._count - 1  # see [Note: A backward that fails]
             if len(own.there) == len(self._pieces[piece].parts) and not is_last:
@@ -354,11 +333,7 @@ class Exchange:
             number = self._at[piece, 0]
             own = self._own_of(number)
             if own.is_sent:
-                raise GradientError(
-                    f"parameter {self._params[index].name!r} has several gradients in one backward,"
-                    " and the sum with the first of them is on its way to the other processes: let"
-                    " the last backward of a step bring one gradient of each parameter"
-                )
+                raise second_gradient(self._params[index].name)
             own.put_sums(self._pieces[piece], position, partials.sums(index))
             is_last = number == self._count - 1  # see [Note: A backward that fails]
             if len(own.came) == len(self._pieces[piece].parts) and not is_last:
@@ -428,7 +403,6 @@ class Exchange:
         if not self._is_begun:
             self._begin()
             self._is_early = failed
-        self._add_alone()
         for number in range(self._count):
             own = self._own_of(number)
             if own.is_sent:
@@ -484,7 +458,7 @@ class Exchange:
 
         self.wire.receive(teller, verdict, self._verdict_tag, done)
         self._wait(lambda: bool(heard), what)
-        self.count(sent=0, received=verdict.numel())
+        self.meter.count(received=verdict.numel())
         self._failed = {*torch.nonzero(verdict).flatten().tolist()}
 
     @property
@@ -501,9 +475,9 @@ class Exchange:
         verdict = torch.zeros(self._world.size, dtype=torch.uint8)
         verdict[[*self._failed]] = 1
         for rank in self._routes.listeners:
-            self.count_sends(1)
-            self.wire.send(rank, verdict, self._verdict_tag, lambda: self.count_sends(-1))
-        self.count(sent=verdict.numel() * len(self._routes.listeners), received=0)
+            self.meter.count_sends(1)
+            self.wire.send(rank, verdict, self._verdict_tag, lambda: self.meter.count_sends(-1))
+        self.meter.count(sent=verdict.numel() * len(self._routes.listeners))
 
     def close(self) -> None:
         """End the threads. No sum is touched afterwards. Idempotent."""
@@ -571,16 +545,15 @@ class Exchange:
         return self._piece_from(self._world.rank if rank is None else rank, self._slots[number][0])
 
     def _piece_from(self, rank: int, place: int) -> Piece:
-        if self._tree is None or not self.keeps:
-            return self._pieces[place]
-        return self._repeated[len(self._tree.nodes[rank])][place]
+        return self._repeated_of(self._sources[rank][1], place)
+
+    def _repeated_of(self, nodes: Sequence[int], place: int) -> Piece:
+        """Return the piece of a message that has the sums of several nodes."""
+        return self._repeated[len(nodes)][place] if self._copies else self._pieces[place]
 
     def _tag(self, number: int) -> int:
         piece, turn = self._slots[number]
         return self._routes.tags[piece] * self._waves + turn
-
-    def _add_alone(self) -> None:
-        """Add up the partial sums of parameters that no other process has."""
 
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece. A new one gets a buffer, and waits for it if it may."""
@@ -592,7 +565,7 @@ class Exchange:
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is None:  # the gradients come in another order: see [Note: Room for pieces]
-            buffer = torch.empty(self._largest, dtype=torch.uint8)
+            buffer = self._buffer()
         self._own[number] = Filled(self._piece(number), buffer)
         return self._own[number]
 
@@ -601,26 +574,19 @@ class Exchange:
         for index, part in enumerate(piece.parts):
             if index not in own.there:
                 own.draft.clear(part)
-        to = self._routes.to[self._slots[number][0]]
+        place = self._slots[number][0]
+        to = self._routes.to[place]
         bits = bytearray((len(piece.parts) + 7) // 8)
         for index in own.there:
             bits[index // 8] |= 1 << index % 8
-        micro = self._first_micro + self._slots[number][1]
-        trailer = Trailer(self._step, micro, tag, int(failed), bytes(bits))
-        own.draft.seal(trailer)
+        own.draft.seal(Trailer(*self._due(number), int(failed), bytes(bits)))
         message = own.buffer[: piece.message_bytes]
-        self.count_sends(len(to))
         with self._lock:  # from here on, the piece may be added
-            own.users = len(to) + 1
+            own.users = len(to) + len(self._routes.relays[place]) + 1
             own.is_sent = True
-            for rank in to:
-                self._untaken[rank] += 1
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
                 self._sent_below += 1
-        for rank in to:
-            done = functools.partial(self._sent, own, rank)
-            self.wire.send(rank, message, self._sequence + tag, done)
-        self._sent_bytes += piece.message_bytes * len(to)
+        self._post(own, message, to, tag)
         self._check_complete(number)
 
     def _ask(self, rank: int) -> None:
@@ -642,8 +608,8 @@ class Exchange:
                 with self._lock:
                     self._came[rank][number] = buffer
                     self._came_count[rank] += 1
-                    self._received_bytes += nbytes
                     self._moved_at[rank] = time.monotonic()
+                self.meter.count(received=nbytes)
                 self._news.ring()
                 self._check_complete(number)
 
@@ -652,12 +618,20 @@ class Exchange:
     def _check_complete(self, number: int) -> None:
         """Queue a piece for addition if all processes' contributions are here, once.
 
-        Its turns are added in their order, so that those that were here before follow.
+        Its turns are added in their order, so that those that were here before follow. A collector
+        sends the sums of its machine before, which other machines may need for theirs.
         """
         with self._lock:
             piece, turn = self._slots[number]
             others = [rank for rank in self._routes.added[piece] if rank != self._world.rank]
-            if turn > 0 and not self._is_queued(self._at[piece, turn - 1]):
+            own = self._own.get(number)
+            if self._routes.relays[piece] and own is not None and own.is_sent and own.relay is None:
+                near = [rank for rank in others if rank in self._together]
+                if all(number in self._came[rank] for rank in near):
+                    own.relay = self._free_relays.pop() if self._free_relays else self._buffer()
+                    self._complete.put((self._relay, number))
+            before = self._own.get(self._at[piece, turn - 1]) if turn > 0 else None
+            if turn > 0 and not (before is not None and before.is_queued):
                 return
             for each in [self._at[piece, later] for later in range(turn, self._waves)]:
                 own = self._own.get(each)
@@ -666,17 +640,13 @@ class Exchange:
                     return
                 assert own is not None
                 own.is_queued = True
-                self._complete.put(each)
-
-    def _is_queued(self, number: int) -> bool:
-        own = self._own.get(number)
-        return own is not None and own.is_queued
+                self._complete.put((self._add_piece, each))
 
     def _sent(self, own: Filled, rank: int) -> None:
         with self._lock:
             self._untaken[rank] -= 1
             self._moved_at[rank] = time.monotonic()
-        self.count_sends(-1)
+        self.meter.count_sends(-1)
         self._release(own)
 
     def _release(self, own: Filled) -> None:
@@ -685,6 +655,8 @@ class Exchange:
             if own.users == 0:
                 if len(self._free) < self._buffer_count:
                     self._free.append(own.buffer)
+                if own.relay is not None and len(self._free_relays) < self._buffer_count:
+                    self._free_relays.append(own.relay)
                 self._news.ring()
 
     def _busy(self) -> bool:
@@ -706,11 +678,7 @@ class Exchange:
             raise
         finally:
             self.on_wait(False)
-            self.waited(began)
-
-    def waited(self, began_ns: int) -> None:
-        """Count the time since began_ns as waiting for other processes."""
-        self._peer_wait_ns += time.monotonic_ns() - began_ns
+            self.meter.waited(began)
 
     def _wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         began = time.monotonic()
@@ -726,7 +694,8 @@ class Exchange:
             missing = {rank: now - self._moved_at[rank] for rank in self._late()}
             self._world.check_peers(missing, what)
             if len(self._routes.mine) < len(self._pieces):
-                others = {rank for ranks in self._routes.to for rank in ranks}
+                ways = (*self._routes.to, *self._routes.relays)
+                others = {rank for ranks in ways for rank in ranks}
                 self._world.check_here(others, what)
             if now - max(began, *self._moved_at.values()) > SAY_AFTER_S and not has_said:
                 has_said = self._world.say_waiting(now - began, what)
@@ -742,9 +711,9 @@ class Exchange:
     # --- The thread that adds -----------------------------------------------------------------
 
     def _add(self) -> None:
-        while (number := self._complete.get()) is not None:
+        while (job := self._complete.get()) is not None:
             try:
-                self._add_piece(number)
+                job[0](job[1])
             except BaseException as error:
                 self._on_error(None, error)
 
@@ -755,16 +724,14 @@ class Exchange:
         added: set[int] = set()
         ranks = self._routes.added[place]
         others = [rank for rank in ranks if rank != self._world.rank]
-        there = []  # for each contribution, the rank, the trailer and the address of the parts
-        for rank in ranks:
-            buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
-            there.append((rank, self._checked(number, rank, buffer), buffer.data_ptr()))
-        for index, part in enumerate(piece.parts):
+        there = self._messages(number, ranks)
+        is_adder = self._world.rank in self._routes.adders[place]
+        for index, part in enumerate(piece.parts if is_adder else ()):
             where, code = (part.param, part.first, part.count), DTYPE_CODES[part.dtype]
-            addresses, leaves = terms_of(self._tree, piece, index, there)
+            addresses, leaves = terms_of(piece, index, there)
             if not addresses:
                 continue
-            if self._tree is not None:
+            if self._tree.count > 0:
                 self._engine.sums_tree(*where, addresses, leaves, code)
             else:
                 is_first = part.param not in self._summed and (place, index) not in self._begun
@@ -780,18 +747,48 @@ class Exchange:
             self._ask(rank)
         self._release(own)
 
+    def _messages(self, number: int, ranks: Iterable[int]) -> list[Message]:
+        """Return the messages of processes about a piece, each of which is checked once."""
+        own = self._own[number]
+        for rank in ranks:
+            if rank not in own.heard:
+                buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
+                trailer = self._checked(number, rank, buffer)
+                own.heard[rank] = Message(*self._sources[rank], trailer, buffer.data_ptr())
+        there = [own.heard[rank] for rank in ranks]
+        with self._lock:
+            self._failed |= failed_in(there)
+        return there
+
     def _checked(self, number: int, rank: int, buffer: torch.Tensor) -> Trailer:
         """Check a piece, and return its trailer; see checked()."""
-        due = self._step, self._first_micro + self._slots[number][1], self._tag(number)
-        piece, who = self._piece(number, rank), self._world.name(rank)
+        piece, due = self._piece(number, rank), self._due(number)
         if rank == self._world.rank:
-            trailer, _ = piece.trailer_of(memory_of(piece, buffer))
-        else:
-            here, name = self._world.name(self._world.rank), self._params[piece.parts[0].param].name
-            said = who, here, self._what(), name
-            is_early = self._is_early
-            trailer = checked(piece, buffer, due, *said, is_kept=self.keeps, is_early=is_early)
-        if trailer.failed:
-            with self._lock:
-                self._failed.add(rank)
-        return trailer
+            return piece.trailer_of(memory_of(piece, buffer))[0]
+        here, name = self._world.name(self._world.rank), self._params[piece.parts[0].param].name
+        said = self._world.name(rank), here, self._what(), name
+        return checked(piece, buffer, due, *said, is_kept=self.keeps, is_early=self._is_early)
+
+    def _due(self, number: int) -> tuple[int, int, int]:
+        """Return the step, the micro-batch and the number that messages about a piece have."""
+        return self._step, self._first_micro + self._slots[number][1], self._tag(number)
+
+    def _relay(self, number: int) -> None:
+        """Send the sums of this machine to adders on others. See [Note: Collectors]."""
+        place, own = self._slots[number][0], self._own[number]
+        assert own.relay is not None
+        to, there = self._routes.relays[place], self._messages(number, self._together)
+        piece, whole = self._pieces[place], self._repeated_of(self._relayed, place)
+        given = self._together, self._relayed, there, self._due(number), own.relay
+        self._post(own, add_up(piece, whole, *given), to, self._tag(number))
+
+    def _post(self, own: Filled, message: torch.Tensor, to: Sequence[int], tag: int) -> None:
+        """Send a message about a piece to several processes."""
+        self.meter.count_sends(len(to))
+        with self._lock:
+            for rank in to:
+                self._untaken[rank] += 1
+        for rank in to:
+            done = functools.partial(self._sent, own, rank)
+            self.wire.send(rank, message, self._sequence + tag, done)
+        self.meter.count(sent=message.numel() * len(to))

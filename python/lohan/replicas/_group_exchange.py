@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Piece
-    from lohan.layout._partial_sums import Tree
     from lohan.world._world import World
 
 
@@ -49,7 +48,6 @@ class GroupExchange(Exchange):
         part_of: Mapping[int, int] | None,
         ranks_of: Mapping[int, tuple[int, ...]],
         every: Sequence[tuple[int, ...]],
-        tree: Tree | None = None,
     ) -> None:
         """Connect to the other processes.
 
@@ -61,7 +59,6 @@ class GroupExchange(Exchange):
             part_of: by parameter, the rank that has its sum; None: all owners that have it.
             ranks_of: by parameter, the ranks that have it; the others are in all processes.
             every: all groups of the run, and all processes together.
-            tree: the partial sums of all processes; see Exchange.
         """
         everybody = tuple(range(world.size))
         # By group: its parameters, in an order that all processes of the group share.
@@ -79,7 +76,7 @@ class GroupExchange(Exchange):
             for ranks, indices in self._members.items()
             for place, index in enumerate(indices)
         }
-        super().__init__(world, engine, params, owners, part_of, tree=tree)
+        super().__init__(world, engine, params, owners, part_of)
         # See [Note: Collectives in a backward]: each piece gets a buffer of its own.
         self._free.clear()
         self._buffer_count = 0
@@ -87,7 +84,7 @@ class GroupExchange(Exchange):
     def _routes_of(self, order: Sequence[int]) -> Routes:
         """Divide the gradients of each group into pieces, and order these as they are complete."""
         at = {index: place for place, index in enumerate(order)}
-        of, stride = self._pieces_of_groups(self._copies)
+        of, stride = self._pieces_of_groups()
         rows = [
             (max(at[part.param] for part in piece.parts), ranks, number, piece)
             for ranks, pieces in of.items()
@@ -104,14 +101,10 @@ class GroupExchange(Exchange):
         count = len(self._numbers) * stride
         return Routes(self._world.rank, self._world.size, pieces, adders, groups, tags, count)
 
-    def _pieces_of_groups(self, copies: int) -> tuple[dict[tuple[int, ...], list[Piece]], int]:
-        """Return the pieces of each group, and a number that no group of any process exceeds.
-
-        Args:
-            copies: the most partial sums of a part in a message; see pieces_of().
-        """
+    def _pieces_of_groups(self) -> tuple[dict[tuple[int, ...], list[Piece]], int]:
+        """Return the pieces of each group, and a number that no group of any process exceeds."""
         of = {
-            ranks: pieces_of([self._params[i] for i in indices], self._part_of, copies=copies)
+            ranks: pieces_of([self._params[i] for i in indices], self._part_of)
             for ranks, indices in self._members.items()
         }
         mine = max(map(len, of.values())).to_bytes(4, "little")
@@ -125,7 +118,7 @@ class GroupExchange(Exchange):
 
     def value_routes(self) -> tuple[list[ValueRoute], int]:
         """Return how owners send new values; see Exchange.value_routes."""
-        of, stride = self._pieces_of_groups(0)
+        of, stride = self._pieces_of_groups()
         rows: list[ValueRoute] = []
         for ranks, pieces in sorted(of.items()):
             first, to = self._numbers[ranks] * stride, [r for r in ranks if r in self._owners]
@@ -164,7 +157,7 @@ class GroupExchange(Exchange):
 
     def give(self, step: int, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter; see Exchange.give."""
-        if index not in self._alone or self.keeps:
+        if index not in self._alone:
             super().give(step, index, gradient)
             return
         self._enter(step)
@@ -176,20 +169,6 @@ class GroupExchange(Exchange):
         self._engine.sums_add(index, 0, flat.numel(), [flat.data_ptr()], code, is_first)
         with self._lock:
             self._present.add(index)
-
-    def _add_alone(self) -> None:
-        """Add up the partial sums of parameters that no other process has."""
-        partials, tree = self._partials, self._tree
-        for index in self._alone:
-            if partials is None or tree is None or index not in partials:
-                continue
-            sums, nodes = partials.sums(index), tree.nodes[self._world.rank]
-            addresses = [values.data_ptr() for _, values in sums]
-            leaves = [nodes[node] for node, _ in sums]
-            code = DTYPE_CODES[torch.float32]
-            self._engine.sums_tree(index, 0, sums[0][1].numel(), addresses, leaves, code)
-            with self._lock:
-                self._present.add(index)
 
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece, without waiting."""

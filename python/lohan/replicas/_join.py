@@ -67,6 +67,7 @@ def config_of(
     if not exchanges:
         return SharedConfig(**values, processes=world.size, processes_here=here)
     part_count, part = 1, 0
+    nodes = [peer.node for peer in world.peers]
     if config.replicas == "parameters":
         values["schedule"] = "serial"  # step() sends and receives the new values
         part_count = world.size if team is None else len(team.owners)
@@ -78,6 +79,7 @@ def config_of(
         part_count=part_count,
         part=part,
         owners=tuple(range(world.size)) if team is None else tuple(team.owners),
+        machines=tuple(map(nodes.index, nodes)),
         holds_backward=has_groups,
     )
 

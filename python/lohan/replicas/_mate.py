@@ -106,7 +106,7 @@ class Mate(Replica):
         self._states.given_back()
         began = time.monotonic_ns()
         self._await_close(session.step + 1, [self.team.owner])
-        self.exchange.waited(began)
+        self.exchange.meter.waited(began)
         engine.close_step(b"")
         session.open_step.backward = "none"
         session.open_step.accumulation.reset()

@@ -168,7 +168,7 @@ class Replica(Alone):
     @property
     def traffic(self) -> Traffic:
         """What the exchange of gradients has taken so far."""
-        return self.exchange.traffic
+        return self.exchange.meter.traffic
 
     @property
     def backward_bytes(self) -> int:
@@ -187,7 +187,7 @@ class Replica(Alone):
 
     def _count_traffic(self) -> None:
         """Take down what the step that was just closed took."""
-        now, step = self.exchange.traffic, self.session.step
+        now, step = self.exchange.meter.traffic, self.session.step
         self._traffic[step] = now.since(self._traffic_before)
         self._traffic.pop(step - 2, None)
         self._traffic_before = now
@@ -410,7 +410,7 @@ class Replica(Alone):
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         began = time.monotonic_ns()
         told = self.world.exchange(digest, what)
-        self.exchange.waited(began)
+        self.exchange.meter.waited(began)
         self.check_discarded(told, what)
         if any(value != digest for value in told):
             way_out = ": all processes must make the same changes. No process keeps the step"

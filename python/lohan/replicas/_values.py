@@ -239,7 +239,7 @@ class Pass:
                     self._put(part.param, part.first, part.count, at)
                     if part.first + part.count == values.params[part.param].count:
                         self._done(part.param)
-            values.exchange.count(sent=0, received=piece.message_bytes)
+            values.exchange.meter.count(received=piece.message_bytes)
             with values.lock:
                 values.room.append(buffer)
                 self._left -= 1
@@ -264,13 +264,13 @@ class Pass:
                 draft.clear(part)
         bits = bytes((len(piece.parts) + 7) // 8)
         draft.seal(Trailer(self._step, 0, number, 0, bits))
-        values.exchange.count_sends(len(others))
+        values.exchange.meter.count_sends(len(others))
         with values.lock:
             self._sending += 1
         left = [len(others)]
 
         def sent() -> None:
-            values.exchange.count_sends(-1)
+            values.exchange.meter.count_sends(-1)
             with values.lock:
                 left[0] -= 1
                 if left[0] == 0:
@@ -280,7 +280,7 @@ class Pass:
 
         for rank in others:
             values.exchange.wire.send(rank, buffer[: piece.message_bytes], self._tag + number, sent)
-        values.exchange.count(sent=piece.message_bytes * len(others), received=0)
+        values.exchange.meter.count(sent=piece.message_bytes * len(others))
         return True
 
     def _check_piece(self, number: int, piece: Piece, buffer: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lohan.layout._partial_sums import Tree
+from lohan.layout._partial_sums import tree_of
 from lohan.replicas._exchange import Exchange
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class Whole:
         """Connect to the other processes, and return the exchange of gradients."""
         self.peers = peers
         engine, owners = peers.session.engine, peers.owners
-        config, size = peers.session.config, peers.world.size
-        tree = Tree(size, config.tree_leaf_count) if config.tree_leaf_count > 0 else None
+        config = peers.session.config
         given = peers.world, engine, peers.trained, owners, peers.part_of()
         if self._groups is None:
+            tree = tree_of(config, peers.trained) if config.tree_leaf_count > 0 else None
             return Exchange(*given, is_cut=config.order == "vertical", tree=tree)
         from lohan.replicas._group_exchange import GroupExchange
 
         ranks_of, every = peers.session.layout.ranks_of, self._groups.every
-        return GroupExchange(*given, ranks_of, every, tree=tree)
+        return GroupExchange(*given, ranks_of, every)
 
     @property
     def values_bytes(self) -> int:

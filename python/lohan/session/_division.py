@@ -143,14 +143,13 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         from lohan.layout._gradient_pieces import room_bytes
 
         trained = [p for p in layout.params if layout.units[p.unit].trainable]
-        tree = _partial_sums.Tree(config.process_count, config.tree_leaf_count)
-        bookkeeping += room_bytes(trained, config.process_count, tree.copies)
+        tree = _partial_sums.tree_of(config, trained)
+        bookkeeping += room_bytes(trained, config.process_count + tree.has_machines, tree.copies)
         bookkeeping += room_bytes(trained, 2 if config.part_count > 1 else 0)  # see _values.py
         bookkeeping += 4 * sum(p.count for p in trained) * tree.places
         if config.holds_backward:  # except of parameters that no other process has
             sent = [p for p in trained if len(layout.ranks_of.get(p.index, ())) != 1]
-            each = [4 * tree.copies or p.tensor.element_size() for p in sent]
-            bookkeeping += sum(p.count * size for p, size in zip(sent, each, strict=True))
+            bookkeeping += sum(p.count * p.tensor.element_size() for p in sent)
     # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (
